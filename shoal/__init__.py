@@ -1,7 +1,7 @@
 """Shoal: train with the PyTorch optimizer that you already use on whatever machines you have.
 
-Importing this package starts nothing: no thread, no process, no socket. The public names are imported when they are
-first used, so that what needs no torch (a DHT node, say) does not load it.
+Importing this package starts nothing: no thread, no process, no socket. Each public name is imported when it is first
+used, so a program that needs no torch, such as a DHT node, does not load torch.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""The bytes of a round, and the public averagers: the peers of a run average a vector, and all end with the same bits.
+"""The public averagers, and the all-reduce of a round. The peers of a run average a vector, and all get the same bits.
 Depends on `flat`, `compression`, `swarm` and `transfer`.
 
 What this room promises to `optim`:
 
-- a round either commits, and then every member holds bit-identical results, or fails with an `AveragingError`, and then
-  nothing that was given to it has changed;
-- nothing is applied before COMMIT, and inputs are only read;
-- one lost peer, in any role and at any moment, costs the time to notice it and the chunks that only it had;
-- a peer that breaks the rules is left out and told the reason, and the round of the others continues.
+- A round either commits or fails. After a commit every member holds bit-identical results. A round that fails raises an
+  `AveragingError` and leaves its inputs unchanged.
+- Nothing is applied before COMMIT, and a round only reads its inputs.
+- A lost peer, in any role and at any moment, costs the time to notice the loss and the chunks that only it had.
+- A round excludes a peer that breaks the rules, tells it the reason, and continues with the others.
 
-How to read it: `exchange.py` moves and sums the bytes of a round, and `residual.py` keeps what lossy codecs have lost
-of them; `averager.py` and `control.py` are the public classes; `runs.py` has the runs that an averager joins for one
-round, and `options.py` what averagers compare when they meet. The protocol is in `shoal.swarm`.
+Where to find what: `averager.py` and `control.py` have the public classes. `exchange.py` moves and sums the bytes of a
+round. `residual.py` implements error feedback for lossy codecs. `runs.py` has the runs that an averager joins for one
+round. `options.py` has the options that averagers compare when they meet. The protocol is in `shoal.swarm`.
 """
 
 from __future__ import annotations

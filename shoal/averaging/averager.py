@@ -1,7 +1,8 @@
-"""The averager that users hold: tensors that peers average whenever they call `step`.
+"""The averager that users hold: it averages tensors with other peers that call `step`.
 
-A step waits for its turn, joins a round of the run (of the run that its group bits name, if there are any), and tries
-again if the round fails. The trainer's thread calls the public methods; the coroutines are on the reactor.
+A step waits until the step before it has ended, joins a round of the run, and joins another one if the round fails. If
+the averager has group bits, it joins the run that they name instead. The trainer's thread calls the public methods; the
+coroutines run on the reactor.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
 
-DEFAULT_TIMEOUT = 60.0  # of a step, in seconds beyond the time at which it is scheduled
+DEFAULT_TIMEOUT = 60.0  # of a step, in seconds after its scheduled time
 REQUEST_TIMEOUT = 10.0
-HOLD_SECONDS = 1.0  # that a result waits at least for the tensors
-RETRY_SECONDS = 0.05  # after a round that failed, so that rounds that fail at once do not keep the reactor busy
+HOLD_SECONDS = 1.0  # a result waits at least this long for the lock of the tensors
+RETRY_SECONDS = 0.05  # pause after a failed round, so that rounds that fail at once do not keep the reactor busy
 STATE_ROLES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER)
 NOT_STARTED = "this averager was not started, or was shut down"
 SHUT_DOWN = "the averager was shut down"
@@ -62,7 +63,8 @@ SHUT_DOWN = "the averager was shut down"
 class DecentralizedAverager:
     """Averages tensors with the peers that call `step` at about the same time. All methods are synchronous.
 
-    The given tensors move into flat memory (`tensor.data` becomes a view of it), where rounds read and write them.
+    The averager moves the given tensors into flat memory: `tensor.data` becomes a view of it. Rounds read and write
+    the tensors there.
 
     >>> averager = shoal.DecentralizedAverager(tensors, dht, prefix="experiment", start=True)
     >>> gathered = averager.step(weight=32.0, gather={"loss": 0.5})
@@ -70,62 +72,72 @@ class DecentralizedAverager:
     ...     ...
 
     Args:
-        averaged_tensors: floating point tensors of any shapes; the same shapes and dtypes, in the same order, on all
-            peers.
-        dht: this peer's place in the DHT, started.
-        start: become reachable at once; otherwise call `run_in_background`.
-        prefix: the name of the run: averagers of one prefix meet.
-        target_group_size: begin a round as soon as this many peers have joined, and never with more; None: with all
-            that are known.
-        min_group_size: never begin with fewer.
-        initial_group_bits: "0"s and "1"s. If there are any, a step averages only with peers of the same bits, and its
-            round changes the bits by this peer's place in the group. So the averages of groups of `target_group_size` M
-            out of M**d peers spread to all peers in d rounds (Moshpit SGD).
-        min_matchmaking_time: the longest time in seconds to wait for members that are known and have not joined. (In
-            hivemind it is the shortest time; here a round begins as soon as all have joined.)
-        request_timeout: seconds that the coordinator may take to answer; 10 when None.
-        averaging_alpha: tensors become alpha * average + (1 - alpha) * their values before. With another number than 1
-            they are not the same bits on all members.
-        part_size_bytes: the size of what is sent and reduced at a time, as float32 before compression; from 16 KiB to
-            4 MiB.
-        allreduce_timeout: seconds without any progress after which a round is given up; 60 when None. The time in which
-            a member waits for its trigger does not count.
-        next_chunk_timeout: seconds without a sign of life after which a member that holds up a round is left out; 15
-            when None.
-        sender_timeout: the same for members that owe parts; `next_chunk_timeout` when None.
-        reducer_timeout: the same for members that owe averages; twice `sender_timeout` when None.
-        compression: how chunks travel; equal on all peers. `Compression.of` takes one for parts and one for results.
-        error_feedback: how much of what a lossy `compression` has lost of this peer's tensors in the rounds before is
-            added to them on their way: 1 for all, None for nothing. For tensors that are new in each round, such as
-            gradients: then nothing is lost for ever. It changes only when a round has succeeded, takes 4 bytes an
-            element on the host, and as much again during a round. Each peer may choose it for itself.
-        state_compression: how `load_state_from_peers` sends tensors; without parts and results.
-        tensor_infos: name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
-        bandwidth: of this peer, in any unit that all peers share: how much a peer reduces follows it. None: what its
-            links carried in its last rounds, if no peer gives one; else the mean of those that do.
-        min_vector_size: members that would reduce fewer elements than this reduce none.
-        client_mode: never listen and reduce nothing, but get the exact average; by default as the DHT.
-        auxiliary: only reduce: lend bandwidth, contribute and receive nothing.
-        allow_state_sharing: answer `load_state_from_peers` of other peers; by default only nodes do.
-        shutdown_timeout: seconds that `shutdown` waits for the round that is under way to end.
-        membership: of a closed run (`prefix="name@key"`): the line that `shoal keys admit` has printed, or a file with
-            it, or a function that returns one of both, which is asked again before the membership expires.
-        declare_state_period, daemon: accepted, and without effect. (hivemind lists donors in the DHT periodically; here
-            every member of the run is asked. There is no process that could be a daemon.)
+        averaged_tensors: floating point tensors of any shapes. All peers give the same shapes and dtypes in the same
+            order.
+        dht: this peer's `DHT`; it runs before the averager starts.
+        start: if True, join the run at once; otherwise call `run_in_background`.
+        prefix: the name of the run. Averagers with the same prefix average with each other.
+        target_group_size: begin a round as soon as this many peers have joined, and never with more. None (default):
+            wait for all known peers.
+        min_group_size: never begin a round with fewer peers; 2 by default.
+        initial_group_bits: at most 64 "0"s and "1"s; "" by default, which means one group of all peers. With bits, a
+            step averages only with the peers that have the same bits, and each round changes a peer's bits by its place
+            in the group. So if there are M**d peers, and groups have `target_group_size` M, all peers have the global
+            average after d rounds. Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239).
+        min_matchmaking_time: the longest time, in seconds, to wait for known peers that have not joined; 5 by default.
+            (In hivemind it is the shortest time. Here a round begins as soon as all have joined.)
+        request_timeout: the time, in seconds, within which the coordinator must answer; 10 if None.
+        averaging_alpha: tensors become alpha * average + (1 - alpha) * their values before; over 0 and at most 1, 1 by
+            default. With another value than 1 the tensors are not bit-identical on all members.
+        part_size_bytes: the size of a chunk, the unit that a round sends and reduces, in bytes of float32 before
+            compression; from 16 KiB to 4 MiB, 4 MiB by default.
+        allreduce_timeout: give a round up after this many seconds without any progress; 60 if None. The time during
+            which a member waits for `allow_allreduce` does not count.
+        next_chunk_timeout: a round excludes a member that holds it up and shows no sign of life for this many seconds;
+            15 if None.
+        sender_timeout: the same for members that owe parts (their inputs of chunks); `next_chunk_timeout` if None.
+        reducer_timeout: the same for members that owe results (averages of chunks); twice `sender_timeout` if None.
+        compression: how chunks are encoded; equal on all peers. None (default): not at all. `Compression.of` combines
+            one compression for parts with another one for results.
+        error_feedback: the share of a lossy `compression`'s past errors that is added to the tensors when they are
+            sent: over 0 and at most 1 (all of the error), or None (default) for none. Use it for tensors that are new
+            in each round, such as gradients: then compression only delays what it loses. The errors are updated only
+            when a round has succeeded. They take 4 bytes per element of host memory, and as much again during a round.
+            Peers may choose different values. Source: see `shoal.averaging.residual`.
+        state_compression: how `load_state_from_peers` of other peers receives tensors; None (default): uncompressed. It
+            can't be one that `Compression.of` has made.
+        tensor_infos: the name and role of each tensor, for a `compression` that chooses by them; equal on all peers.
+        bandwidth: this peer's bandwidth, in any unit that all peers share. A peer with more bandwidth reduces more.
+            None (default): if no peer gives one, what this peer's links carried in its last rounds; otherwise the mean
+            of the given ones.
+        min_vector_size: a member that would reduce fewer elements than this reduces none; 0 by default.
+        client_mode: if True, this peer never listens and reduces nothing, but gets the exact average. None (default):
+            the same as the DHT.
+        auxiliary: if True, this peer only reduces: it lends bandwidth, and neither contributes nor receives tensors.
+        allow_state_sharing: whether to answer `load_state_from_peers` of other peers. None (default): only if `mode` is
+            `Role.NODE`.
+        shutdown_timeout: how long `shutdown` waits for the averager to stop, in seconds; 5 by default.
+        membership: for a closed run (`prefix="name@key"`): the line that `shoal keys admit` has printed, or the path of
+            a file with that line, or a function that returns the line or the path. A file or a function is read again
+            before the membership expires.
+        declare_state_period: has no effect. (hivemind lists donors in the DHT periodically; here a peer asks every
+            member of the run.)
+        daemon: has no effect. (There is no process that could be a daemon.)
 
     Attributes:
         mode: the `Role` of this peer in a round.
         total_size: the number of elements that are averaged.
-        schema_hash: 32 bytes, equal for averagers of tensors of the same shapes and dtypes in the same order.
+        schema_hash: 32 bytes. Averagers have the same hash if their tensors have the same shapes and dtypes in the same
+            order.
         last_round: a `RoundReport` of the last step that succeeded, or None.
-        state_sharing_priority: `load_state_from_peers` of other peers prefers peers with a higher one. 0 at first.
+        state_sharing_priority: `load_state_from_peers` of other peers prefers peers with a higher priority. 0 at first.
         tensor_infos: as given.
-        in_step: whether all members make their steps together. Then a member that misses a round fetches its result;
-            otherwise it joins the next one.
+        in_step: whether all members make their steps together; False at first. If True, a member that misses a round
+            fetches its result; otherwise it joins the next round.
 
     Raises:
-        ValueError: if a tensor is not of floating point or shares memory with another, or if options contradict each
-            other.
+        ValueError: if a tensor is not of floating point or shares memory with another, if an option is out of range,
+            or if options contradict each other.
     """
 
     def __init__(
@@ -205,7 +217,7 @@ class DecentralizedAverager:
         self._tensors = tuple(averaged_tensors)
         self._memory = self._adopt()
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
-        self._place = Place(  # but for the role
+        self._place = Place(  # `_make_swarm` sets the role
             bandwidth=bandwidth,
             chunk_timeout=next_chunk_timeout,
             sender_timeout=sender_timeout,
@@ -216,7 +228,7 @@ class DecentralizedAverager:
         self._starting: Future[None] | None = None  # from start to shutdown
         self._swarm: Swarm | None = None  # of the run, from start to shutdown
         self._runs = Runs(self._make_swarm)
-        self._measured = Measured()  # in all of these runs
+        self._measured = Measured()  # shared by all of these runs
         self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
         self._joining: tuple[StepControl, Contribution, Swarm] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -229,11 +241,14 @@ class DecentralizedAverager:
     # -- life
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Become reachable: be listed in the DHT, and meet the members that are there.
+        """Join the run: list this peer in the DHT, and meet the members that are there. Calling this again does
+        nothing.
 
         Args:
-            await_ready: wait until that is done; otherwise the first step waits.
-            timeout: of that wait, see `wait_until_ready`.
+            await_ready: wait until the averager has joined; otherwise the first step waits.
+            timeout: the longest time to wait, in seconds; None: no limit.
+
+        With `await_ready`, it raises what `wait_until_ready` raises.
         """
         if self._starting is None:
             self._starting = self.dht.reactor.submit(self._start())
@@ -241,15 +256,15 @@ class DecentralizedAverager:
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until this averager is reachable.
+        """Wait until this averager has joined the run.
 
         Args:
-            timeout: the longest time to wait, in seconds.
+            timeout: the longest time to wait, in seconds; None: no limit.
 
         Raises:
-            RuntimeError: if it was not started, or was shut down.
+            RuntimeError: if the averager was not started, or was shut down.
             TimeoutError: after `timeout`; the start continues.
-            Exception: what has ended the start. It may be tried again.
+            Exception: the error that ended the start. `run_in_background` may be called again.
         """
         if (starting := self._starting) is None:
             raise RuntimeError(NOT_STARTED)
@@ -267,8 +282,8 @@ class DecentralizedAverager:
         compute_serially()
         swarm = self._make_swarm(self.prefix, self._directory(self.prefix), self._rules)
         node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
-        # The donor is there before others meet this peer. The state may change at any time, so it has no name, and no
-        # snapshot is offered twice.
+        # Others may ask for the state as soon as they meet this peer, so the donor starts first. The state may change
+        # at any time, so it has no name, and no snapshot is offered twice.
         snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
         self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
         try:
@@ -279,15 +294,15 @@ class DecentralizedAverager:
         self._swarm = swarm
 
     def _directory(self, run_id: str) -> Directory:
-        """Where the members of the run of that name are listed."""
+        """The directory that lists the members of the run of that name."""
         return DHTDirectory(self.dht.dht_node, run_id)
 
     def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
-        """What rounds average."""
+        """The vector that rounds average."""
         return Vector(layout, plan_of(self._compression, layout, infos), error_feedback=error_feedback)
 
     def _adopt(self) -> FlatBuffer:
-        """The flat memory of the tensors: they move there."""
+        """Move the tensors into flat memory, and return it."""
         memory = FlatBuffer.adopt(self._tensors)
         if memory.layout == self._vector.layout:  # on the host
             self._vector.inputs = memory
@@ -301,16 +316,21 @@ class DecentralizedAverager:
         return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, place, self._measured)
 
     def agreed_options(self) -> dict[str, str]:
-        """The options that must be equal on all peers, as they compare them."""
+        """The options that must be equal on all peers, as text that peers compare."""
         compression, group_size = term_of(self._compression.spec), str(self._rules.target_group)
         return {"compression": compression, "target_group_size": group_size}
 
     def is_alive(self) -> bool:
-        """Whether this averager is reachable."""
+        """Whether this averager has joined the run and was not shut down."""
         return self._starting is not None and self._swarm is not None
 
     def shutdown(self) -> None:
-        """Leave the run. A step that is under way fails. The DHT stays. Calling this again does nothing."""
+        """Leave the run. A step that is under way fails with an `AveragingError`. The DHT keeps running. Calling this
+        again does nothing.
+
+        Raises:
+            TimeoutError: if the averager has not stopped within `shutdown_timeout`.
+        """
         starting, self._starting = self._starting, None
         if starting is None:
             return
@@ -339,21 +359,21 @@ class DecentralizedAverager:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # -- what it is, and what may be changed
+    # -- properties and options
 
     @property
     def peer_id(self) -> PeerID:
-        """This peer, as it is named in the result of `step`. Known as soon as the DHT was started."""
+        """The id of this peer, which is its key in the result of `step`. Known as soon as the DHT was started."""
         return self.dht.peer_id
 
     @property
     def client_mode(self) -> bool:
-        """Whether nobody dials this peer; as the DHT's, if that was not given, which is known when that has started."""
+        """Whether nobody can dial this peer. If it was not given, it is that of the DHT, which must have started."""
         return self.dht.client_mode if self._client_mode is None else self._client_mode
 
     @property
     def mode(self) -> Role:
-        """What this peer does in rounds."""
+        """The role of this peer in rounds."""
         return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
 
     def _check_role(self) -> None:
@@ -362,7 +382,7 @@ class DecentralizedAverager:
 
     @property
     def allow_state_sharing(self) -> bool:
-        """Whether this averager answers `load_state_from_peers` of other peers; may be changed at any time."""
+        """Whether this averager answers `load_state_from_peers` of other peers. It may be set at any time."""
         return self.mode is Role.NODE if self._shares_state is None else self._shares_state
 
     @allow_state_sharing.setter
@@ -376,8 +396,11 @@ class DecentralizedAverager:
     @overload
     def get_group_bits(self, wait: Literal[False]) -> Future[str]: ...
     def get_group_bits(self, wait: bool = True) -> str | Future[str]:
-        """The bits of the peers with which the next step averages, see `initial_group_bits`. Without `wait`, a future
-        of them."""
+        """The group bits of this peer, see `initial_group_bits`. The next step averages with the peers of these bits.
+
+        Args:
+            wait: return the bits; if False, a future of them, which is done.
+        """
         return self._bits if wait else _done(self._bits)
 
     @overload
@@ -385,10 +408,15 @@ class DecentralizedAverager:
     @overload
     def set_group_bits(self, group_bits: str, wait: Literal[False]) -> Future[None]: ...
     def set_group_bits(self, group_bits: str, wait: bool = True) -> Future[None] | None:
-        """Average with the peers of these bits from the next step on. Without `wait`, returns a future, which is done.
+        """Set the group bits, see `initial_group_bits`. Steps average with the peers of these bits from the next one
+        on.
+
+        Args:
+            group_bits: at most 64 "0"s and "1"s; "" for one group of all peers.
+            wait: return None; if False, a future, which is done.
 
         Raises:
-            ValueError: for anything but "0"s and "1"s.
+            ValueError: for other bits.
         """
         if not isinstance(group_bits, str) or set(group_bits) - {"0", "1"} or len(group_bits) > 64:
             raise ValueError(f'group bits {group_bits!r}: give a text of at most 64 "0"s and "1"s')
@@ -399,7 +427,12 @@ class DecentralizedAverager:
 
     @contextlib.contextmanager
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
-        """The averaged tensors, to be read and changed in place. Within, no round reads or writes them."""
+        """A context in which the averaged tensors may be read and changed in place. Inside it no round reads or writes
+        them, so a step that needs them waits.
+
+        Yields:
+            The averaged tensors, in the order in which they were given.
+        """
         with self.lock_averaged_tensors:
             yield self._tensors
 
@@ -447,30 +480,36 @@ class DecentralizedAverager:
         require_trigger: bool = False,
         wait: bool = True,
     ) -> Gathered | StepControl:
-        """Join one round. On return the tensors hold the weighted mean, the same bits on all members.
+        """Join one round. Afterwards the tensors hold the weighted mean of all members' tensors, the same bits on all
+        members (with `averaging_alpha=1`).
 
-        Steps of one averager are made one after another, in the order in which they were called. A round writes the
-        tensors only when it has succeeded. So a step that fails, is cancelled or is tried again averages nothing twice.
+        An averager runs its steps one after another, in the order of the calls. A round writes the tensors only when it
+        has succeeded. So no tensor is averaged twice if a step fails, is cancelled or joins another round.
 
         Args:
-            gather: plain data (numbers, strings, bytes, lists, dictionaries) that every member receives; at most 64
-                KiB.
-            scheduled_time: the latest time at which the round begins, in seconds of `get_dht_time()`; by default in
-                `min_matchmaking_time` seconds.
-            weight: of this peer's tensors in the mean, at least 0; 1 by default, 0 for an auxiliary.
-            timeout: seconds until the step fails; by default 60 beyond `scheduled_time`.
-            allow_retries: join another round if one fails, as long as `timeout` allows.
-            require_trigger: join a round, but do not read the tensors before `allow_allreduce` of the control is
-                called. The other members wait for it. Only with `wait=False`.
-            wait: return the result; if False, a `StepControl`, which is a future of it.
+            gather: plain data (numbers, strings, bytes, lists, dictionaries) that every member receives; at most 64 KiB
+                as msgpack.
+            scheduled_time: the latest time at which the round begins, in seconds of `get_dht_time()`; by default
+                `min_matchmaking_time` seconds from now.
+            weight: the weight of this peer's tensors in the mean, from 0 to 1e15. None (default): 1, or 0 if this peer
+                is auxiliary.
+            timeout: seconds until the step fails; by default it fails 60 seconds after `scheduled_time`.
+            allow_retries: if a round fails, join another one as long as `timeout` allows.
+            require_trigger: join a round, but read the tensors only after the user has called `allow_allreduce` of the
+                control. The other members wait. Needs `wait=False`.
+            wait: return the result; if False, return a `StepControl`, which is a future of the result.
 
         Returns:
-            What all members gathered, by peer id. It is None for a member that gathered nothing or what cannot be read,
-            and for all members if this peer missed the round and only fetched its result.
+            What each member gave as `gather`, by peer id. A member's value is None if it gave nothing, or data that
+            can't be read. All values are None if this peer missed the round and fetched its result.
 
         Raises:
-            AveragingError: if there is no result in time, or the averager is shut down.
-            ValueError: for arguments that make no sense.
+            AveragingError: if there is no result in time, if a round fails and no other one can be joined, or if the
+                averager is shut down meanwhile.
+            RuntimeError: if the averager was not started, or was shut down.
+            ValueError: if `weight` is out of range, or not 0 on an auxiliary peer; if `scheduled_time` is later than
+                `timeout`; if `gather` is no plain data or takes more than 64 KiB; for `require_trigger` without
+                `wait=False`.
         """
         self.wait_until_ready()
         if wait and require_trigger:
@@ -498,8 +537,8 @@ class DecentralizedAverager:
 
     @property
     def got_on_at(self) -> float:
-        """When the round of the step that is under way was last seen to make progress, in seconds of
-        `time.monotonic`."""
+        """The time at which the round of the current step last made progress, in seconds of `time.monotonic`; minus
+        infinity if no step is in a round."""
         joining = self._joining
         return joining[2].got_on_at if joining is not None else float("-inf")
 
@@ -521,7 +560,7 @@ class DecentralizedAverager:
         return told(outcome)
 
     async def _try(self, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        """Join a round; if it fails, join another one, as long as there is time."""
+        """Join a round; if it fails, join another one as long as there is time."""
         loop = asyncio.get_running_loop()
         if self.in_step and self._swarm is not None:
             control.tip = self._next_tip(self._swarm)
@@ -541,19 +580,19 @@ class DecentralizedAverager:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _first_tip(self) -> Tip | None:
-        """Where the run begins for this peer; None: where it begins for all."""
+        """The tip at which this peer starts in the run; None: the tip at which every run starts."""
         return None
 
     def _next_tip(self, swarm: Swarm) -> Tip:
-        """Where the next round begins, if all members make their steps together."""
+        """The tip from which the next round starts, if all members make their steps together."""
         return swarm.catch_up()
 
     def _is_final(self, error: AveragingError) -> bool:
-        """Whether another round can't help."""
+        """Whether another round would fail for the same reason."""
         return isinstance(error, Rejected | Behind)
 
     def _run_of_step(self) -> contextlib.AbstractAsyncContextManager[Swarm]:
-        """The run in which this peer averages: that of its group bits."""
+        """The run in which this peer averages: the run that its group bits name, if it has any."""
         self._runs.forget()
         if self._swarm is None:
             raise AveragingError(SHUT_DOWN)
@@ -563,10 +602,10 @@ class DecentralizedAverager:
         return self._runs.joined(name, self._directory(name), self._rules)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        """Join a round of the run, and write its result to the tensors. Subclasses may average otherwise."""
+        """Join a round of the run, and write its result to the tensors. Subclasses may average in another way."""
         contribution = self._contribution(self._vector, control, hold, self._read)
         outcome = await self._average(swarm, control, contribution, deadline)
-        await self._hold_until(deadline, control, hold)  # a round that was missed has not taken the tensors
+        await self._hold_until(deadline, control, hold)  # a peer that missed the round does not hold the tensors yet
         if not self.auxiliary:
             self._vector.settle(outcome)
             self._write(self._vector.outputs)
@@ -575,8 +614,8 @@ class DecentralizedAverager:
     def _contribution(
         self, vector: Vector, control: StepControl, hold: Hold, fill: Callable[[], Awaitable[None]]
     ) -> Contribution:
-        """What this step brings to a round: the vector. Its inputs are written by `fill`, after the user has allowed
-        the all-reduce and does not use the tensors."""
+        """What this step brings to a round: the vector. `fill` writes its inputs. It runs after the user has allowed
+        the all-reduce, and only while this step has the lock of the tensors."""
 
         async def prepare() -> None:
             if not control.triggered:
@@ -605,7 +644,7 @@ class DecentralizedAverager:
             self._joining = None
 
     def _reschedule(self, control: StepControl) -> None:
-        """The user has set another time for that step. In any thread."""
+        """The user has set another scheduled time for that step. May be called from any thread."""
 
         def reschedule() -> None:
             if self._joining is not None and self._joining[0] is control:
@@ -617,7 +656,7 @@ class DecentralizedAverager:
             self.dht.reactor.loop.call_soon_threadsafe(reschedule)
 
     async def _hold_until(self, deadline: float, control: StepControl, hold: Hold) -> None:
-        """There is a result: take the tensors to write it, unless the step was cancelled meanwhile."""
+        """Take the lock of the tensors, to write the result of a round, unless the step was cancelled meanwhile."""
         # With `in_step` a round that makes progress may last longer than the deadline.
         try:
             async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + HOLD_SECONDS)):
@@ -628,7 +667,7 @@ class DecentralizedAverager:
             raise asyncio.CancelledError
 
     async def _read(self) -> None:
-        """Copy the averaged tensors to the host, unless they are there."""
+        """Copy the averaged tensors to the host, unless they are on the host."""
         if self._vector.inputs is not self._memory:
             for host, tensor in zip(self._vector.inputs.flat, self._memory.flat, strict=True):
                 host.copy_(tensor)
@@ -641,7 +680,7 @@ class DecentralizedAverager:
                 tensor.lerp_(output.to(tensor.device), self.averaging_alpha)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the reactor, until this averager is shut down."""
+        """Run a coroutine on the reactor. `shutdown` cancels it."""
 
         async def run() -> T:
             task = asyncio.current_task()
@@ -651,10 +690,10 @@ class DecentralizedAverager:
                 return await coroutine
             except asyncio.CancelledError:
                 if self._swarm is None or not self.dht.is_alive():
-                    # If its holder has cancelled the future, nobody retrieves this error, and asyncio would complain.
+                    # If the user has cancelled the future, nobody retrieves this error, and asyncio would complain.
                     task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
                     raise AveragingError(SHUT_DOWN) from None
-                raise  # the holder of the future has cancelled it
+                raise  # the user has cancelled the future
             finally:
                 self._tasks.discard(task)
 
@@ -663,8 +702,12 @@ class DecentralizedAverager:
     # -- state
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """What `load_state_from_peers` gives to other peers: (plain data, tensors, a `CompressionInfo` for each tensor,
-        by which a `state_compression` may choose, or None). Subclasses may override it and leave the third out."""
+        """The state that other peers get from `load_state_from_peers`. Subclasses may override it.
+
+        Returns:
+            (plain data, tensors, infos). The infos are None, or a `CompressionInfo` for each tensor, by which
+            `state_compression` may choose a codec. Subclasses may leave them out.
+        """
         with self.get_tensors() as tensors:
             copies = [tensor.detach().clone() for tensor in tensors]
         return {"group_key": self.get_group_bits()}, copies, self.tensor_infos
@@ -676,18 +719,19 @@ class DecentralizedAverager:
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None
     ) -> State | Future[State | None] | None:
-        """Download the state that the majority of the peers has, see `get_current_state`. Of peers with different
-        `state_sharing_priority`, those with the highest are preferred. Nothing of this averager changes.
+        """Download the state that most peers hold, see `get_current_state`. Peers with the highest
+        `state_sharing_priority` are preferred. This averager does not change.
 
         Args:
             wait: return the result; if False, a future of it.
-            timeout: seconds without any progress; 60 when None.
+            timeout: give up after this many seconds without any progress; 60 if None.
 
         Returns:
-            (plain data, tensors), or None, with a warning, if no peer shares a state.
+            (plain data, CPU tensors); None, with a warning in the log, if no peer shares a state.
 
         Raises:
-            AveragingError: if peers share a state, but none could bring it within `timeout`.
+            AveragingError: if peers share a state, but none could send it; if it can't be read; or if this averager is
+                not running.
         """
         future = self._submit(self._load_state(60.0 if timeout is None else timeout))
         return future.result() if wait else future
@@ -728,7 +772,7 @@ def snapshot_of(
     tip: Tip, data: Any, tensors: Sequence[torch.Tensor], compression: Compression, infos: Infos | None = None
 ) -> Snapshot:
     """A snapshot of plain data and tensors, to be sent with that compression. `infos` are the names and roles of the
-    tensors, if there are any."""
+    tensors, or None."""
     memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
     memory.copy_from(tensors)
     layout = msgspec.msgpack.encode(memory.layout.to_wire())

@@ -1,4 +1,4 @@
-"""A step of an averager as its user sees it: the control by which it is steered, and the report of its round."""
+"""The objects by which a user controls a step of an averager and reads the report of its round."""
 
 from __future__ import annotations
 
@@ -25,33 +25,44 @@ MAX_WEIGHT = 1e15
 
 
 class AveragingStage(Enum):
-    """The progress of a step."""
+    """The progress of a step.
 
-    IDLE = 0  # waits for the step before it
+    Attributes:
+        IDLE: waits until the step before it has ended.
+        LOOKING_FOR_GROUP: waits until a round begins.
+        AWAITING_TRIGGER: is in a round, and waits for `StepControl.allow_allreduce`.
+        RUNNING_ALLREDUCE: averages.
+        FINISHED: has a result or an error, or was cancelled.
+    """
+
+    IDLE = 0
     LOOKING_FOR_GROUP = 1
-    AWAITING_TRIGGER = 2  # in a group, and waits for `allow_allreduce`
+    AWAITING_TRIGGER = 2
     RUNNING_ALLREDUCE = 3
-    FINISHED = 4  # with a result, with an error, or cancelled
+    FINISHED = 4
 
 
 class StepControl(Future[Gathered]):
-    """One step of an averager: a future of what its group gathers, and the means to steer it.
+    """One step of an averager: a future of the result of `DecentralizedAverager.step`, and the means to control it.
 
-    Made by `DecentralizedAverager.step(wait=False)` and `schedule_step`. All methods may be called from any thread.
+    `DecentralizedAverager.step(wait=False)` and `schedule_step` make it. All methods may be called from any thread.
 
     Args:
         scheduled_time: the latest time at which the round begins, in seconds of `get_dht_time()`.
         deadline: the time at which the step fails, on the same clock.
-        allow_retries: whether to join another round when one fails.
-        weight: of this peer's tensors in the mean.
-        data_for_gather: what the other members receive from this one, as msgpack.
+        allow_retries: whether to join another round when one fails; True by default.
+        weight: the weight of this peer's tensors in the mean, from 0 to 1e15; 1 by default.
+        data_for_gather: what the other members receive from this one, as msgpack; b"" by default.
 
     Attributes:
         deadline, allow_retries, data_for_gather: as given.
         stage: see `AveragingStage`.
-        began_allreduce: whether the tensors have been read.
-        tip: the state of the run from which a round is joined, and whose result is fetched if it was missed; None: the
-            next round, whichever it is.
+        began_allreduce: whether the averager has begun to read the tensors.
+        tip: the name of the run's state from which the step joins a round. If this peer misses that round, the step
+            fetches its result. None: the step joins the next round, from any state.
+
+    Raises:
+        ValueError: if `weight` is out of range.
     """
 
     def __init__(
@@ -75,7 +86,7 @@ class StepControl(Future[Gathered]):
     # -- for the user
 
     def allow_allreduce(self) -> None:
-        """Let the all-reduce begin as soon as there is a group. Calling this again does nothing."""
+        """Let the all-reduce begin as soon as a round has begun. Calling this again does nothing."""
         with contextlib.suppress(InvalidStateError):
             self._trigger.set_result(None)
 
@@ -86,10 +97,11 @@ class StepControl(Future[Gathered]):
 
     @property
     def weight(self) -> float:
-        """The weight of this peer's tensors in the mean. It may be set until the all-reduce begins.
+        """The weight of this peer's tensors in the mean, from 0 to 1e15. It may be set until the all-reduce begins;
+        later it stays, with a warning in the log.
 
         Raises:
-            ValueError: if it is set to anything but a finite number of at least 0.
+            ValueError: if it is set to a value out of range.
         """
         return self._weight
 
@@ -103,7 +115,7 @@ class StepControl(Future[Gathered]):
     @property
     def scheduled_time(self) -> float:
         """The latest time at which the round begins, in seconds of `get_dht_time()`. It may be set until the round
-        begins. (The time of the member that joined first counts.)"""
+        begins. (If members give different times, the round follows the member that joined first.)"""
         return self._scheduled_time
 
     @scheduled_time.setter
@@ -120,8 +132,8 @@ class StepControl(Future[Gathered]):
         return max(0.0, self.deadline - get_dht_time())
 
     def cancel(self) -> bool:
-        """Cancel the step, if that is still possible. The other members continue without this one, and its tensors do
-        not change.
+        """Cancel the step, unless its result is being written. The other members continue without this peer, and the
+        tensors do not change.
 
         Returns:
             Whether the step is cancelled.
@@ -134,7 +146,7 @@ class StepControl(Future[Gathered]):
     # -- for the averager
 
     def attach(self, task: Future[Gathered], rescheduled: Callable[[], None]) -> None:
-        """The step is under way.
+        """Connect the control with the work of the step, which has begun.
 
         Args:
             task: does the work of the step.
@@ -156,15 +168,15 @@ class StepControl(Future[Gathered]):
         await asyncio.wrap_future(over)
 
     def claim(self) -> bool:
-        """Prevent the step from being cancelled, because its result is about to be written. Returns False if it is
-        cancelled already."""
+        """Prevent a later `cancel`, because the result is about to be written. Returns False if the step is cancelled
+        already."""
         if self._claimed is None:
             self._claimed = self.set_running_or_notify_cancel()
         return self._claimed
 
     def _finish(self, task: Future[Gathered]) -> None:
         self.stage = AveragingStage.FINISHED
-        self.allow_allreduce()  # nothing is to wait for that any more
+        self.allow_allreduce()  # so that nobody waits for it any more
         if task.cancelled():
             super().cancel()
         if self.claim():
@@ -176,7 +188,7 @@ class StepControl(Future[Gathered]):
 
 
 class Hold:
-    """One task's claim to a lock that other threads use. The lock is taken at most once, and is given back even if the
+    """Lets one task take a lock that other threads use. It takes the lock at most once, and gives it back even if the
     task ends before it gets the lock."""
 
     def __init__(self, lock: threading.Lock) -> None:
@@ -184,7 +196,7 @@ class Hold:
         self._taken: Future[None] | None = None
 
     async def take(self) -> bool:
-        """Wait for the lock without blocking the event loop. Returns False if `release` was called meanwhile."""
+        """Wait for the lock without blocking the event loop. Returns False if `release` was called before."""
         if self._released:
             return False
         if self._taken is None:
@@ -210,17 +222,20 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """How a committed round went, on this peer. Times are in seconds, sizes in bytes of payload.
+    """Report of a committed round, as this peer saw it. Times are in seconds, sizes in bytes of payload.
+
+    BEGIN is the coordinator's message that starts the all-reduce, COMMIT the message that ends it, and JOIN the message
+    by which a peer joins.
 
     Attributes:
         members: the peers of the round.
-        coordinator: the peer that called it.
-        matchmaking_seconds: from the call of `step` to BEGIN.
-        allreduce_seconds: from BEGIN to COMMIT.
-        join_to_begin_seconds: from the last JOIN to BEGIN; None on members that did not coordinate.
-        bytes_sent: to other members.
-        bytes_received: from other members.
-        digest: of the averaged tensors, 64 hex digits; equal on all members.
+        coordinator: the peer that began the round.
+        matchmaking_seconds: the time from the call of `step` to BEGIN.
+        allreduce_seconds: the time from BEGIN to COMMIT.
+        join_to_begin_seconds: the time from the last JOIN to BEGIN; None on members that did not coordinate.
+        bytes_sent: payload that this peer sent to other members.
+        bytes_received: payload that this peer received from other members.
+        digest: the digest of the averaged tensors, 64 hex digits; equal on all members.
     """
 
     members: tuple[PeerID, ...]
@@ -234,7 +249,7 @@ class RoundReport:
 
     @classmethod
     def of(cls, outcome: Outcome) -> RoundReport:
-        """The report of a round with that outcome."""
+        """The report of the round with that outcome."""
         members = tuple(member.peer for member in outcome.begin.members)
         seconds = outcome.matchmaking_seconds, outcome.allreduce_seconds, outcome.join_to_begin_seconds
         nbytes = outcome.bytes_sent, outcome.bytes_received
@@ -245,7 +260,7 @@ def check_weight(weight: float) -> float:
     """Return `weight` as a float.
 
     Raises:
-        ValueError: if it is no weight of tensors in a mean.
+        ValueError: if it is not a number from 0 to 1e15.
     """
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(f"weight={weight!r}: give a number that is not negative, at most 1e15")
@@ -253,7 +268,7 @@ def check_weight(weight: float) -> float:
 
 
 def _signal() -> Future[None]:
-    """A future that stays when a task that waits for it is cancelled."""
+    """A future that is not cancelled when a task that waits for it is."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,9 +1,9 @@
-"""The bytes of a round: parts leave flat memory and are summed, and the averages arrive in flat memory.
+"""The all-reduce of a round: it sends the parts of flat vectors, sums them, and writes the averages to flat memory.
 
-In a round of N bytes and n members with equal spans, each member encodes, sends, receives and decodes 2(n-1)/n N,
-writes its span once and reads it n times, and hashes N. Averages that no codec has changed are received where they
-belong. Nothing else is done per byte. (With error feedback, each member also adds its residual to its part, and decodes
-the part that it sends: see `residual`.)
+The work per byte: in a round of N bytes and n members with equal spans, each member encodes, sends, receives and
+decodes 2(n-1)/n N bytes, writes its span once and reads it n times, and hashes N bytes. Uncompressed averages are
+received directly into the output. With error feedback, each member also adds its residual to its part, and decodes the
+part that it sends: see `residual`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Exchange:
     Args:
         me: the key of this member.
         begin: describes the round.
-        inputs: flat 1-D CPU tensors, only read.
-        outputs: of the same sizes and dtypes; they hold the average when `book.complete`.
-        codecs: of all elements; equal at all members.
+        inputs: flat 1-D CPU tensors; they are only read.
+        outputs: tensors of the same sizes and dtypes; they hold the average when `book.complete`.
+        codecs: the codecs of all elements; equal at all members.
         send: sends a message with buffers to members.
-        fault: called with a member that broke a rule, and the reason.
-        residuals: of each flat buffer, for error feedback, or None; changed by `settle` only.
+        fault: called with the key of a member that broke a rule, and the reason.
+        residuals: for error feedback: the residual of each flat buffer, or None. Only `settle` changes them.
 
     Attributes:
         book: who owes which chunk to whom.
@@ -75,7 +75,7 @@ class Exchange:
         self._errors = Errors(residuals, self.book) if any(residuals) else None
         self._send, self._fault = send, fault
         self._started = False
-        self._expected = Expected(Leases())  # output memory in which chunks of others are received
+        self._expected = Expected(Leases())  # output memory into which chunks are received directly
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
 
     def start(self, weight: float, leases: Leases) -> None:
@@ -83,8 +83,8 @@ class Exchange:
         output is not written.
 
         Args:
-            weight: of the input; it may differ from that in BEGIN.
-            leases: where memory of the output waits for chunks.
+            weight: the weight of the input; it may differ from the one in BEGIN.
+            leases: the table in which output memory is registered for chunks that are to arrive.
         """
         self.book.weights[self.book.me] = weight
         self._started, self._expected.leases = True, leases
@@ -93,10 +93,10 @@ class Exchange:
         self._send_parts()
 
     def part(self, sender: bytes, part: Part, buffers: Sequence[memoryview]) -> None:
-        """A member's part of one of my chunks has arrived.
+        """Another member's part of one of this peer's chunks has arrived.
 
         Raises:
-            RuleBroken: if it does not belong here.
+            RuleBroken: if the part breaks the rules of the round.
         """
         chunk = part.chunk
         if len(buffers) > 1:
@@ -107,7 +107,8 @@ class Exchange:
             return
         if buffers:
             self._check_size(chunk, buffers[0], self._codecs[chunk])
-            # While this peer's user lets the round wait, its parts must not occupy the memory in which chunks arrive.
+            # The user may delay `start` for long. Until then parts are copied, so that they do not occupy the memory
+            # into which chunks are received.
             payload = buffers[0] if self._started else memoryview(bytearray(buffers[0]))
             self._payloads.setdefault(chunk, {})[sender] = payload
         self.progressed += 1
@@ -118,7 +119,7 @@ class Exchange:
         """The average of a chunk has arrived.
 
         Raises:
-            RuleBroken: if it does not belong here.
+            RuleBroken: if the result breaks the rules of the round.
         """
         chunk = result.chunk
         if self.book.result_arrived(sender, chunk, result.plan):
@@ -141,7 +142,7 @@ class Exchange:
         self._reduce(self.book.put_out(keys))
 
     def repair(self, repair: Repair) -> list[Source]:
-        """Follow a repair.
+        """Follow a REPAIR, the coordinator's new plan after a loss.
 
         Returns:
             The chunks to fetch.
@@ -158,18 +159,23 @@ class Exchange:
         return fetches
 
     def await_fetched(self, chunk: int, holder: bytes, leases: Leases) -> None:
-        """That holder is about to be asked for a chunk, whose memory waits in `leases` until it arrives."""
+        """Register the output memory of a chunk in `leases`: this peer is about to ask that holder for the chunk."""
         self._expected.leases = leases
         self._expect(chunk, holder, Carries.FETCHED)
 
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
-        """A chunk has arrived from a holder.
+        """A chunk that this peer has asked a holder for has arrived.
+
+        Args:
+            chunk: its number.
+            digest: the digest that the chunk must have.
+            data: the bytes of the chunk.
 
         Raises:
             RuleBroken: if it does not have that digest.
         """
         in_place, out = self._expected.stop(chunk), bytes_of(self._slice(self._outputs, chunk))
-        # What was opened in place may be another holder's, if this one was late and that one was asked, too.
+        # If two holders were asked because the first was late, the output memory may have received the other's bytes.
         in_place = in_place and blake3(out).digest() == digest
         if data.nbytes != out.nbytes or not (in_place or blake3(data).digest() == digest):
             raise RuleBroken(f"chunk {chunk} is not the one that was committed")
@@ -179,24 +185,24 @@ class Exchange:
         self.book.received(chunk, digest)
 
     def settle(self) -> None:
-        """The round was committed, and its result is used: update the residuals. Does nothing without error feedback,
-        and when called again."""
+        """Update the residuals: the round was committed, and its result is used. Does nothing without error feedback,
+        or when called again."""
         if self._errors is not None:
             self._errors.settle()
             self._errors = None
 
     def take_over(self, earlier: Exchange) -> None:
-        """This is the round of `earlier` once more, to fetch its result: what was sent there counts for the
-        residuals."""
+        """Count what `earlier` has sent for the residuals. `earlier` is an exchange of the same round, which this peer
+        missed; this exchange fetches the result."""
         if self._errors is not None and earlier._errors is not None:
             self._errors.take_over(earlier._errors)
 
     def close(self) -> None:
-        """Nothing is written into the output any more, whatever still arrives."""
+        """Stop: chunks that still arrive are not written to the output."""
         self._expected.close()
 
     def chunk_bytes(self, chunk: int) -> memoryview:
-        """The average of a chunk that is here, uncompressed."""
+        """The average of a chunk that this member holds, uncompressed."""
         return bytes_of(self._slice(self._outputs, chunk))
 
     # -- inside
@@ -209,7 +215,7 @@ class Exchange:
         return name_of(self.book.begin.round, carries, chunk)
 
     def _expect(self, chunk: int, source: bytes, carries: Carries) -> None:
-        """Let a chunk that no codec changes be received where it belongs, from this peer only."""
+        """Let an uncompressed chunk be received directly into the output, from that peer only."""
         out = self._slice(self._outputs, chunk)
         if out.dtype is not torch.bool:  # a byte may be no valid bool
             self._expected.expect(chunk, self._name(carries, chunk), PeerID(source), bytes_of(out))
@@ -233,14 +239,15 @@ class Exchange:
             self._send([owner], message, payload, self._name(Carries.PART, chunk) if payload else b"")
 
     def _encoded(self, chunk: int, reducer: bytes) -> memoryview:
-        """This member's part of a chunk, as it is sent to that reducer."""
+        """This member's part of a chunk, encoded for that reducer."""
         part, codec = self._part(chunk), self._codecs[chunk]
         if self._errors is None or not self._errors.keeps(chunk):
             return codec.encode(part)
         narrow = part.to(self._slice(self._inputs, chunk).dtype)
         encoded = codec.encode(narrow)
         decoded = codec.decode(encoded, narrow.dtype, narrow.numel())
-        self._errors.sent(chunk, part - decoded, reducer)  # apart: the payload may be the part's memory
+        # Not in place: the payload may share the part's memory.
+        self._errors.sent(chunk, part - decoded, reducer)
         return encoded
 
     def _part(self, chunk: int) -> torch.Tensor:
@@ -298,7 +305,8 @@ class Exchange:
 
 
 def _weighted_mean(contributions: dict[bytes, tuple[torch.Tensor, float]], out: torch.Tensor) -> None:
-    """Write the weighted mean into `out`, summed in order, in float32 (float64 for float64). The mean of none is 0."""
+    """Write the weighted mean into `out`. The sum is in order, in float32 (float64 for float64). Without contributions
+    the mean is 0."""
     total = sum(weight for _, weight in contributions.values())
     accumulator = out if out.dtype is _wide(out.dtype) else torch.empty_like(out, dtype=torch.float32)
     if not contributions:
@@ -319,29 +327,29 @@ def _codecs_of(plan: CodecPlan, chunks: Sequence[ChunkSpan]) -> list[Codec]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype values of this one are summed."""
+    """The dtype in which values of `dtype` are summed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 class Vector:
-    """A vector that rounds average, or a part of one. Inputs and outputs are apart: a round that fails has changed no
-    input. Memory is allocated where it is first used.
+    """A vector that rounds average, or a section of one. Inputs and outputs are separate memory, so a round that fails
+    changes no input. Memory is allocated on first use.
 
     Args:
-        layout: on the host.
-        codecs: how the tensors travel.
-        pinned: allocate the inputs so that a GPU can reach them directly.
-        error_feedback: how much of what lossy codecs have lost of this peer's parts its next parts make up for: over 0
-            and at most 1, or None (see `residual`). The residual takes 4 bytes an element, on the host, from the first
-            round on, and as much again from the first part of a round until `settle` or the next round. Whoever
-            averages the vector calls `settle` after each round whose result it uses.
+        layout: the layout of the vector, on the host.
+        codecs: how the tensors are encoded.
+        pinned: allocate the inputs in page-locked memory, which a GPU can access directly.
+        error_feedback: the share of the residual that is added to this peer's next parts: over 0 and at most 1, or None
+            for no error feedback (see `residual`). The residual takes 4 bytes per element of host memory from the
+            first round on, and as much again from the first part of a round until `settle` or the next round. The
+            caller calls `settle` after each round whose result it uses.
 
     Attributes:
         layout, codecs, error_feedback: as given.
-        sizes: elements of each flat buffer.
+        sizes: the number of elements of each flat buffer.
 
     Raises:
-        ValueError: for another `error_feedback`.
+        ValueError: if `error_feedback` is out of range.
     """
 
     def __init__(
@@ -353,7 +361,7 @@ class Vector:
 
     @cached_property
     def inputs(self) -> FlatBuffer:
-        """What this peer contributes."""
+        """The inputs of this peer."""
         return FlatBuffer(self.layout, pinned=self._pinned)
 
     @cached_property
@@ -363,8 +371,8 @@ class Vector:
 
     @cached_property
     def residuals(self) -> list[Residual | None]:
-        """Of each flat buffer: what was lost of this peer's parts and has not come back. None without error feedback,
-        and for a buffer that is not of floating point."""
+        """The residual of each flat buffer; None without error feedback, and for a buffer that is not of floating
+        point."""
         if (beta := self.error_feedback) is None:
             return [None] * len(self.sizes)
         return [
@@ -375,27 +383,27 @@ class Vector:
         ]
 
     def use_local(self) -> None:
-        """Take what this peer contributes as the average: there was no round."""
+        """Take this peer's inputs as the average, because there was no round."""
         for output, mine in zip(self.outputs.flat, self.inputs.flat, strict=True):
             output.copy_(mine)
 
     def opened(self, exchange: Exchange) -> None:
-        """An exchange of this vector has begun; what the one before has lost is forgotten, unless that was of the same
-        round, which this peer has missed."""
+        """An exchange of this vector has begun. It forgets the errors of the exchange before, unless that one was of
+        the same round, which this peer has missed."""
         earlier, self._exchange = self._exchange, exchange if self.error_feedback is not None else None
         if earlier is not None and earlier.book.begin.round == exchange.book.begin.round:
             exchange.take_over(earlier)
 
     def settle(self, outcome: Outcome) -> None:
-        """The result of that round is used. With error feedback, what was lost in the round becomes the residual."""
+        """The result of that round is used. With error feedback, the errors of the round become the residual."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None and exchange.book.begin.round == outcome.begin.round:
             exchange.settle()
 
 
 def encoded_bytes(parts: Iterable[Vector]) -> float:
-    """How many bytes an element of these vectors takes on its way, on average over all of them, and over what peers
-    send to who averages and what they get back. 4 if there are no elements."""
+    """The encoded size of an element of these vectors in bytes, on average over all elements, and over parts and
+    results. 4 if there are no elements."""
     nbytes = elements = 0
     for part in parts:
         for span in (*part.codecs.spans, *part.codecs.results.spans):
@@ -405,7 +413,7 @@ def encoded_bytes(parts: Iterable[Vector]) -> float:
 
 
 def exchange_of(parts: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-    """The exchange of a round of these vectors, one after the other."""
+    """The exchange of a round that averages these vectors, concatenated."""
     inputs = [flat for part in parts for flat in part.inputs.flat]
     outputs = [flat for part in parts for flat in part.outputs.flat]
     codecs = sum((part.codecs for part in parts), CodecPlan((), 0))
@@ -417,7 +425,8 @@ def exchange_of(parts: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, 
 
 
 def plan_of(compression: Compression, layout: Layout, infos: Infos | None = None) -> CodecPlan:
-    """The codecs of a layout, whose tensors have these names, roles and kinds; by default their positions, and none."""
+    """The codecs of a layout. `infos` give the names, roles and kinds of its tensors; by default a tensor's name is its
+    position."""
     if infos is None:
         return plan_codecs(compression, layout)
     roles, keys, kinds = [info.role for info in infos], [info.key for info in infos], [info.kind for info in infos]
@@ -425,7 +434,7 @@ def plan_of(compression: Compression, layout: Layout, infos: Infos | None = None
 
 
 def compute_serially() -> None:
-    """Have torch use one thread for what the calling thread computes, and change nothing for other threads.
+    """Let torch compute with one thread in the calling thread, and change nothing for other threads.
 
     This is for the reactor: a chunk is too small for a parallel region, and the trainer needs the cores. (4 peers on 2
     cores, 25M float32: a round takes 1.4 s with torch's default, 0.58 s with one thread.) `torch.set_num_threads` sets

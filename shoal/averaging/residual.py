@@ -1,30 +1,32 @@
-"""Error feedback: what the parts of a peer lose by a lossy codec is added to its next parts.
+"""Error feedback: a peer adds the errors that a lossy codec made in its parts to its next parts.
 
-With d what a peer contributes, e its residual, Q(x) what is decoded of x, and w of W its weight, a round computes
+Let d be a peer's input, e its residual, Q(x) the value of x after encoding and decoding, w the peer's weight, and W the
+sum of all weights. A round computes
 
-    c = d + beta e                         the part; Q(c) is what arrives
-    mean = sum of (w / W) Q(c)             of the reducer's own part, c itself: it is not sent
+    c = d + beta e                         the part; the reducer receives Q(c)
+    mean = sum of (w / W) Q(c)             the reducer's own part is exact: c, since it is not sent
     result = Q'(mean)
 
-and when it is committed, e becomes c - Q(c), or for a chunk that this peer has reduced itself (W / w) (mean - result):
-so the error of a result comes back too, in the next part of the peer that made it. With beta = 1 the sum of all results
-differs from the sum of the exact means by the weighted mean of the residuals that are left, however many rounds there
-were. Where weights change between rounds, an error comes back with the next weight. A peer that brings little once, and
-more afterwards, would overshoot. So W / w is at most 4 times the number of contributions: who brings less than a
-quarter of the mean weight makes up for a part of its results' errors only.
+When the round is committed, e becomes c - Q(c). For a chunk that this peer has reduced, e becomes
+(W / w) (mean - result) instead. So the error of a result comes back too, in the next part of the peer that made it.
+With beta = 1, the sum of all results differs from the sum of the exact means only by the weighted mean of the current
+residuals, however many rounds there were. If weights change between rounds, an error comes back with the next weight: a
+peer that has a small weight once and a larger one afterwards would overshoot. So W / w is limited to 4 times the number
+of contributions. A peer with less than a quarter of the mean weight makes up for only a share of its results' errors.
 
 Source: Tang et al. 2019, "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
-Compression" (arXiv 1905.05957), algorithm 1. There one server has the error of all results; here each reducer carries
-that of its chunks in the residual that it has anyway, so that another peer can reduce them in the next round.
+Compression" (arXiv 1905.05957), algorithm 1. There one server keeps the errors of all results. Here each reducer keeps
+the errors of its chunks in its own residual, so that another peer can reduce these chunks in the next round.
 
 [Note: which error a chunk leaves]
-Nothing of a residual changes before `Errors.settle`, after COMMIT. Until then each version of a chunk that this peer
-had a part in is kept with the error that it would leave. A chunk may be sent twice, where a reducer was lost; this
-peer may have reduced it itself, and the version of another may be committed. What decides is the committed digest: if
-it is that of what this peer has reduced, its part was exact; otherwise its part was what it has sent, and it has sent
-the same to all. A reducer has the parts of all members before it reduces a chunk, but for those it is parted from. So
-of a chunk that was sent only to such, the part may have been left out: its residual stays. A peer that misses COMMIT
-and fetches the result owes what it had sent until then, as if it had heard COMMIT: its samples count as well.
+A residual changes only in `Errors.settle`, after COMMIT. Until then this peer keeps each version of a chunk that it has
+sent or reduced, with the error that this version would leave. There may be several versions. If a reducer is lost, a
+chunk is sent twice. And if this peer has reduced a chunk, another peer's version of it may be committed. The committed
+digest decides: if it is the digest of this peer's version, this peer's part was exact; otherwise the part was the one
+that this peer has sent, and it sends the same part to all. A reducer waits for the parts of all members except those
+that it is parted from. So if this peer has sent its part only to peers that it is parted from, the part may be missing
+in the result, and its residual stays. A peer that misses COMMIT and fetches the result settles as if it had received
+COMMIT, since its samples count as well.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ from torch import Tensor
 from shoal.flat import is_finite
 from shoal.swarm.protocol.book import Book
 
-MOST_SHARES: Final = 4  # of the errors of results, by the number of contributions
+MOST_SHARES: Final = 4  # the limit of W / w, as a multiple of the number of contributions
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """What was lost of the parts of one flat buffer, and has not come back.
+    """The errors of one flat buffer that later parts have yet to make up for.
 
     Attributes:
-        values: 1-D, float32, on the host, one for each element of the buffer; zeros at first.
-        beta: how much of it the next part makes up for, over 0 and at most 1.
+        values: 1-D float32 CPU tensor, one value for each element of the buffer; zeros at first.
+        beta: the share of the values that is added to the next part, over 0 and at most 1.
     """
 
     values: Tensor
@@ -56,45 +58,45 @@ class Residual:
 
 
 class Errors:
-    """The errors that the chunks of one round leave if it is committed. They take up to 4 bytes an element until then.
+    """The errors that the chunks of one round leave if it is committed. They take up to 4 bytes per element until then.
 
     Args:
-        residuals: of each flat buffer; None for a buffer without error feedback.
-        book: of the round.
+        residuals: the residual of each flat buffer; None for a buffer without error feedback.
+        book: the book of the round.
     """
 
     def __init__(self, residuals: Sequence[Residual | None], book: Book) -> None:
         self._residuals, self._book = residuals, book
-        self._sent: dict[int, tuple[Tensor, dict[bytes, None]]] = {}  # and to whom
-        self._reduced: dict[int, tuple[Tensor, bytes]] = {}  # and the digest of the result
+        self._sent: dict[int, tuple[Tensor, dict[bytes, None]]] = {}  # by chunk: the error, and the receivers
+        self._reduced: dict[int, tuple[Tensor, bytes]] = {}  # by chunk: the error, and the digest of the result
 
     def keeps(self, chunk: int) -> bool:
         """Whether that chunk has error feedback."""
         return self._residuals[self._book.chunks[chunk].buffer] is not None
 
     def corrected(self, chunk: int, values: Tensor) -> Tensor:
-        """The part c of a chunk of which the input has these values: in memory of its own, as float32 (float64 of
-        float64)."""
+        """The part c of a chunk whose input has these values. Returns a new float32 tensor (float64 for float64
+        values)."""
         residual, own = self._of(chunk)
         return torch.add(values, own, alpha=residual.beta)
 
     def sent(self, chunk: int, error: Tensor, reducer: bytes) -> None:
-        """The part of a chunk was sent to that reducer, with this error."""
+        """This peer has sent its part of a chunk to that reducer. The encoded part has this error."""
         _, to = self._sent.get(chunk, (error, {}))
         self._sent[chunk] = error, {**to, reducer: None}
 
     def reduced(self, chunk: int, error: Tensor, digest: bytes, own: float, weights: Sequence[float]) -> None:
-        """This peer has reduced a chunk. The result has this error and that digest; `weights` are those of what it is
-        the mean of, and among them is this peer's own."""
+        """This peer has reduced a chunk. The result has this error and that digest. `weights` are the weights of all
+        contributions, and `own`, this peer's weight, is among them."""
         self._reduced[chunk] = error.mul_(min(sum(weights) / own, MOST_SHARES * len(weights))), digest
 
     def take_over(self, earlier: Errors) -> None:
-        """This is the round of `earlier` once more: what was sent and reduced there counts."""
+        """Take over what `earlier`, the errors of the same round, has noted as sent and reduced."""
         self._sent, self._reduced = earlier._sent, earlier._reduced
         self._book.parted |= earlier._book.parted
 
     def settle(self) -> None:
-        """The round was committed: its errors are the residuals."""
+        """The round was committed: its errors become the residuals."""
         book = self._book
         for chunk, digest in enumerate(book.digests):
             if not self.keeps(chunk):
@@ -104,11 +106,11 @@ class Errors:
                 error = self._reduced[chunk][0]
             elif chunk in self._sent and not all(reducer in book.parted for reducer in self._sent[chunk][1]):
                 error = self._sent[chunk][0]
-            if error is not None and is_finite(error):  # a part with NaN or infinity was left out
+            if error is not None and is_finite(error):  # the reducer has left out a part with NaN or infinity
                 self._of(chunk)[1].copy_(error)
 
     def _of(self, chunk: int) -> tuple[Residual, Tensor]:
-        """The residual of a chunk's buffer, and its values of that chunk."""
+        """The residual of the chunk's buffer, and its values in that chunk."""
         span = self._book.chunks[chunk]
         residual = self._residuals[span.buffer]
         assert residual is not None
@@ -116,10 +118,10 @@ class Errors:
 
 
 def check_error_feedback(beta: float | None) -> float | None:
-    """Returns `beta`.
+    """Return `beta`.
 
     Raises:
-        ValueError: if it is not None and no share of a residual.
+        ValueError: unless it is None, or a number over 0 and at most 1.
     """
     if beta is not None and (isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta <= 1):
         raise ValueError(f"error_feedback={beta!r}: give a number over 0 and at most 1, or None for none")

@@ -1,4 +1,4 @@
-"""Runs that a peer joins for one round: those of group bits (Moshpit SGD), and a second round of the same group."""
+"""Runs that a peer joins for one round only: for group bits (Moshpit SGD), and for a second round of the same group."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from shoal.swarm.swarm import Swarm
 
 
 class Runs:
-    """The runs that one peer has joined for a round. It still tells members that missed the round of the last one what
-    its result was, until it joins another.
+    """The runs that one peer has joined for one round each. Until `forget`, the peer still tells members that missed
+    the round of such a run what its result was.
 
     Args:
-        make: makes this peer's part in the run of that name.
+        make: makes this peer's `Swarm` of the run with that name.
     """
 
     def __init__(self, make: Callable[[str, Directory, Rules], Swarm]) -> None:
         self._make = make
         self._past: list[Swarm] = []
-        self._tips: dict[str, Tip] = {}  # at which this peer left the runs that it may join again
+        self._tips: dict[str, Tip] = {}  # by run: the tip at which this peer left it; it may join again
 
     @contextlib.asynccontextmanager
     async def joined(
         self, run_id: str, directory: Directory, rules: Rules, members: Iterable[Member] = ()
     ) -> AsyncIterator[Swarm]:
-        """Within, this peer is in that run. In a run that the DHT lists, it continues from the state at which it left
-        the run the last time.
+        """A context in which this peer is in that run. If the DHT lists the run, the peer continues from the tip at
+        which it left the run the last time.
 
         Args:
             run_id, directory, rules: see `Swarm`.
-            members: that are in the run, too.
+            members: other members that are known to be in the run.
+
+        Yields:
+            This peer's `Swarm` of the run.
         """
         swarm = self._make(run_id, directory, rules)
         await swarm.start(tip=self._tips.get(run_id), members=members)
@@ -49,19 +52,19 @@ class Runs:
                 swarm.node.spawn(directory.withdraw(swarm.me))
 
     def forget(self) -> None:
-        """Serve the runs of the last rounds no longer: their memory is about to be written."""
+        """Stop serving the runs of the last rounds, because the memory of their results is about to be written."""
         for swarm in self._past:
             swarm.stop()
         self._past.clear()
 
 
 def next_bits(bits: str, begin: Begin, me: bytes, target_group_size: int | None) -> str:
-    """The group bits of a member after a round: its place in the group is appended, and as many bits are dropped from
-    the front. So members of one group come into different ones. With groups of M out of M**d peers, all have the global
-    average after d rounds.
+    """The group bits of a member after a round: the member's place in the group is appended, and as many bits are
+    dropped from the front. So members of one group go to different groups. With groups of M out of M**d peers, all have
+    the global average after d rounds.
 
     Source: Ryabinin et al. 2021, Moshpit SGD (arXiv 2103.03239), algorithm 1. Places are as in hivemind's key manager,
-    but rotated by the round's name instead of drawn.
+    but the round's name rotates them; they are not drawn at random.
     """
     keys = [member.key for member in begin.members]
     places = max(len(keys), target_group_size or 0)

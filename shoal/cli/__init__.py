@@ -1,7 +1,7 @@
 """The ``shoal`` command.
 
-It promises to whoever types it: quick help and errors (torch is imported only by what needs it), and no process left
-behind. The commands use Shoal's public names only, and nothing leans on this room.
+It promises to its users: help and errors appear quickly (only commands that need torch import it), and no process is
+left behind. The commands use Shoal's public names only, and no other room depends on this one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    # Both end a command through its clean-up, SIGINT also where a shell that runs it in the background has it ignored.
+    # Both signals end a command in good order. (A shell that starts a command in the background lets it ignore SIGINT.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
@@ -60,7 +60,7 @@ def demo_command(
     ] = 150,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way with SIGKILL.")] = True,
     compression: Annotated[Compression, typer.Option(help="Codec of the averaged gradients.")] = Compression.NONE,
-    seed: Annotated[int, typer.Option(help="Of the model, and of what each peer reads.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the model and of the batches of each peer.")] = 0,
     data: Annotated[
         Path | None,
         typer.Option(help="Text to learn; without it Python's standard library.", exists=True, dir_okay=False),
@@ -124,7 +124,7 @@ def monitor_command(
     ] = 8080,
     history: Annotated[
         Path | None,
-        typer.Option(help="SQLite file of what was; without it `runs/monitor-<run>.sqlite`.", dir_okay=False),
+        typer.Option(help="SQLite file for the history; by default `runs/monitor-<run>.sqlite`.", dir_okay=False),
     ] = None,
     identity: Identity = None,
     membership: Membership = None,

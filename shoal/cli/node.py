@@ -1,4 +1,4 @@
-"""``shoal node``: a DHT node that trains nothing, by which the peers of a swarm find each other."""
+"""``shoal node``: a DHT node that trains nothing, through which the peers of a swarm find each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def run_node(
     relay: bool = False,
     relay_bandwidth: float | None = None,
 ) -> None:
-    """Starts the node, prints one ``--initial-peers`` per address it can be reached at, and returns after Ctrl-C."""
+    """Start the node, print one ``--initial-peers`` for each address at which it can be reached, and return after
+    Ctrl-C.
+    """
     with shoal.DHT(
         initial_peers=initial_peers,
         start=True,

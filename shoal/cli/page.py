@@ -15,7 +15,7 @@ from shoal.monitor.web import Site
 
 
 def run_monitor(run: Watched, port: int, history: Path | None, console: Console) -> int:
-    """Serve the page until Ctrl-C; returns the exit code."""
+    """Serve the page until Ctrl-C. Returns the exit code."""
     file = history or Path("runs") / f"monitor-{quote(run.run_id, safe='@')}.sqlite"
     with watching(run) as watcher, History(file, run.run_id) as kept, listen(port) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"

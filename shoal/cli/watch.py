@@ -1,4 +1,4 @@
-"""``shoal top`` from arguments to exit code, and what all commands have in common that watch."""
+"""``shoal top`` from arguments to exit code, and the code that it shares with ``shoal monitor``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ READY_SECONDS = 20.0
 
 @contextmanager
 def watching(run: Watched) -> Iterator[Watcher]:
-    """A watcher of that run, which has read all records once. Ends the command if the run can't be watched."""
+    """A context with a watcher of that run, which has read all records once. Ends the command if the run can't be
+    watched."""
     try:
         if ClosedRun.of(run.run_id) is not None and None in (run.identity, run.membership):
-            # A new peer id at each start could not be admitted: say so before one is made.
+            # Without a file, each start has a new peer id, which the owner can't admit.
             raise ValueError(
                 f"{run.run_id} is a closed run: give --identity FILE, and --membership with the line that its owner "
                 f"gets from `shoal keys admit {run.run_id} PEER --role watch`, where `shoal keys peer FILE` prints PEER"
@@ -43,7 +44,7 @@ def watching(run: Watched) -> Iterator[Watcher]:
 
 
 def run_top(run: Watched, console: Console, *, once: bool, json: bool) -> int:
-    """Show the run, once or until Ctrl-C; returns the exit code."""
+    """Show the run, once or until Ctrl-C. Returns the exit code."""
     with watching(run) as watcher:
         if not once:
             try:

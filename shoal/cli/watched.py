@@ -1,4 +1,4 @@
-"""What a command that watches is told of the run."""
+"""The arguments of commands that watch a run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A run to be watched.
+    """A run to watch.
 
     Attributes:
-        run_id: its id.
+        run_id: the name of the run.
         initial_peers: addresses of its peers.
-        identity, membership: of who watches, for a closed run.
+        identity, membership: for a closed run: the key file and the membership of the watcher.
     """
 
     run_id: str

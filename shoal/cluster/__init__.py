@@ -1,8 +1,8 @@
-"""The ranks of a process group as one peer of a run.
+"""Clusters: the ranks of a process group that are one peer of a run together.
 
-`gang` promises that every rank hears of a rank that is lost, by its name, within seconds. `whole` has the parameters of
-a sharded model in one piece at rank 0. `cluster` is what users make; `optim` has the optimizers of rank 0 and of the
-others.
+Users create a `Cluster`. `gang` connects the ranks, and promises that within seconds all ranks learn which rank is
+lost. `whole` holds the parameters of a sharded model in one piece at rank 0; `strands` divides them among the ranks.
+`optim` has the optimizers of rank 0 and of the other ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks of a process group, or of a device mesh, that are one peer together."""
+"""The class by which users say which ranks are one peer together."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ class Cluster:
     >>> model = DistributedDataParallel(model)
     >>> optimizer = shoal.Optimizer(..., params=model.parameters(), cluster=shoal.Cluster(strands=8))
 
-    Make it, and the optimizer, in all of its ranks at once. A process that is alone makes one, too, to be a peer of a
-    run whose other peers are clusters.
+    Create the cluster, and then the optimizer, in all of its ranks at the same time. A single process also creates a
+    `Cluster` if it is a peer of a run whose other peers are clusters.
 
     Args:
-        group: a process group, or a device mesh (all of its ranks); None: all ranks, or this process alone where
-            `torch.distributed` is not initialised.
-        strands: into how many shares the vector of the run is cut; the same at all peers of the run, and a multiple of
-            the number of ranks. Each rank carries as many: it averages them with those that carry them elsewhere, on
-            its own connections, steps them, and keeps the optimizer's state of them. With 1, rank 0 speaks for the
-            cluster: it averages and steps the whole model, and sends the others the new parameters. That takes the
-            memory and the network of one rank, and works with any placement of DTensors.
+        group: a process group, or a device mesh, whose ranks all belong to the cluster. None (default): all ranks, or
+            this process alone if `torch.distributed` is not initialised.
+        strands: the number of shares into which the run's vector is cut: from 1 to 1024, a multiple of the number of
+            ranks, and the same at all peers of the run; 8 by default. Each rank carries the same number of strands. It
+            averages them over its own connections with the ranks of other peers that carry the same strands, steps
+            them, and keeps their optimizer state. With `strands=1`, rank 0 averages and steps the whole model, and
+            sends the new parameters to the other ranks. That uses the memory and the network of one rank only, but
+            works with any placement of DTensors.
 
     Attributes:
-        group: the process group of exactly its ranks; None for a process that is alone.
-        rank, size: of this process, and how many there are.
+        group: the process group of exactly these ranks; None for a single process.
+        strands: as given.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
 
     Raises:
-        ValueError: for `strands` that the ranks cannot share, for what is no group, in a process that is none of the
-            ranks, and in one of several processes (`torchrun`) where `torch.distributed` is not initialised.
+        ValueError: if `strands` is out of range or no multiple of the number of ranks; if `group` is no group or mesh,
+            or this process is not one of its ranks; or if `torch.distributed` is not initialised although a group is
+            given or there are several processes (`WORLD_SIZE` of `torchrun`).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, strands: int = 8) -> None:

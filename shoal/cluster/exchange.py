@@ -1,4 +1,4 @@
-"""Moves values of parameters between the ranks of a cluster, in few collectives of bounded memory."""
+"""Moves values of parameters between the ranks of a cluster, in few collectives with bounded memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import distributed as dist
 
 from shoal.cluster.spans import Route, overlap
 
-BUCKET_BYTES = 1 << 26  # that a rank sends or receives at once, unless one parameter has more
+BUCKET_BYTES = 1 << 26  # the most that a rank sends or receives in one collective, unless one parameter has more
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Values of a parameter from that element on, in a 1-D tensor."""
+    """Values of a parameter, from its element number `start` on, in a 1-D tensor."""
 
     start: int
     values: Tensor
@@ -27,18 +27,20 @@ class Part:
         return range(self.start, self.start + self.values.numel())
 
     def view(self, span: range) -> Tensor:
-        """Of these elements, those that it has."""
+        """A view of those elements of the span that this part has."""
         found = overlap(span, self.span)
         return self.values[found.start - self.start : found.stop - self.start] if found else self.values[:0]
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Values of some parameters that are exchanged at once.
+    """Values of some parameters that are exchanged in one collective.
 
     Attributes:
-        out, into: for each rank, what is sent to it, and where to put what it sends.
-        settled: what to do once it is there.
+        dtype, device: those of all values.
+        out: for each rank, the values to send to it.
+        into: for each rank, the memory for the values that it sends.
+        settled: functions to call once the values have arrived.
         exchanged: see `Route`.
     """
 
@@ -50,14 +52,14 @@ class _Bucket:
     exchanged: int = 0
 
     def exchange(self, group: dist.ProcessGroup | None) -> None:
-        """A collective."""
+        """Exchange the values. A collective."""
         out = [values.to(self.device) for each in self.out for values in each]
         into = [values for each in self.into for values in each]
         sent = torch.cat(out) if out else torch.empty(0, dtype=self.dtype, device=self.device)
         sizes = [values.numel() for values in into]
         received = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         dist.all_to_all_single(
-            received.view(torch.uint8),  # not all backends know all dtypes, and these are bits
+            received.view(torch.uint8),  # as bytes, since not all backends know all dtypes
             sent.view(torch.uint8),
             [sum(values.nbytes for values in each) for each in self.into],
             [sum(values.nbytes for values in each) for each in self.out],
@@ -70,10 +72,14 @@ class _Bucket:
 
 
 class Exchange:
-    """Moves values of parameters as their routes say. All have arrived when the context ends.
+    """Moves values of parameters along their routes. All values have arrived when the context ends.
 
-    All ranks add the same parameters in the same order, so they agree on the buckets without a word. Where no rank
+    All ranks add the same parameters in the same order, so they form the same buckets without messages. If no rank
     sends anything, there is no collective.
+
+    Args:
+        group: the ranks; None for a single process.
+        size: the number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
@@ -99,10 +105,11 @@ class Exchange:
         """Move the values of one parameter.
 
         Args:
-            route: of this rank.
-            has, wants: where the values are, and where they are to be.
-            device: of the parameter: the group's backend is that of this device.
-            home: a tensor to copy `wants` to in the end, if that is not the tensor's own memory.
+            route: the route of this rank.
+            has: where this rank has values.
+            wants: where this rank wants values.
+            device: the device of the parameter, which decides the backend of the collective.
+            home: a tensor to which `wants` is copied in the end, if it is not contiguous, so that `wants` is a copy.
         """
         for span in route.local:
             for part in has:

@@ -1,8 +1,8 @@
-"""The ties between the ranks of a cluster: a connection of each to rank 0, over which they report and hear verdicts,
-and which ends when a rank dies.
+"""The connections (*ties*) between the ranks of a cluster. Each rank has a TCP connection to rank 0, over which it
+sends reports and receives verdicts. When a rank dies, its connection ends, and all ranks hear of the loss.
 
-Collectives of `torch.distributed` do not serve for that. Their errors name an address at most, and only ranks that are
-in a collective hear of a loss: rank 0, in a round with other peers, would not.
+Collectives of `torch.distributed` can't replace them. Their errors name an address at most, and only ranks that are in
+a collective notice a loss: rank 0, in a round with other peers, would not.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from shoal.cluster.messages import Bye, Do, Done, Go, Hello, Lost, Message, Repo
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 60.0  # for all ranks to come
-HELLO_SECONDS = 5.0  # for one that has come to say who it is
-LOSS_SECONDS = 3.0  # after a collective has failed, for the loss of a rank to be seen
-SILENT_SECONDS = 6  # of a machine, after which the kernel ends its connections; a process that stands still is there
+CONNECT_SECONDS = 60.0  # within this time all ranks must connect
+HELLO_SECONDS = 5.0  # within this time a rank that has connected must say who it is
+LOSS_SECONDS = 3.0  # how long to wait, after a collective has failed, for the news which rank is lost
+# The kernel ends connections to a machine that is silent for so long. The kernel of a machine answers for its
+# processes, even for stopped ones.
+SILENT_SECONDS = 6
 MAX_BYTES = 1 << 24  # of a message
 MAX_HELLO_BYTES = 256
 
@@ -44,22 +46,26 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 class ClusterError(RuntimeError):
-    """This cluster cannot go on: a rank is lost, has left, or has raised an error. It says which."""
+    """This cluster cannot continue: a rank is lost, has left, or has raised an error. The message says which rank."""
 
 
 Said = Report | Verdict | Go | Do | Done
 
 
 class Gang:
-    """This rank's part in the ties of its cluster. Made by all ranks at once.
+    """The ties of this rank. All ranks create a `Gang` at the same time.
 
     Args:
-        group: the process group; None for a process that is alone.
+        group: the process group; None for a single process.
 
     Attributes:
-        rank, size: of this process, and of the group.
-        names: of all ranks, for people.
-        left_in_order: whether this rank has left, and neither an error nor a loss was why.
+        rank: the rank of this process.
+        size: the number of ranks.
+        names: readable names of all ranks, for messages.
+        left_in_order: whether this rank has left, and the reason was neither an error nor a loss.
+
+    Raises:
+        ClusterError: if the ranks can't connect, or one of them has failed before (see `told_to_all`).
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -68,13 +74,14 @@ class Gang:
         self.names = [name for name, _, _ in found]
         self._changed = threading.Condition()
         self._inbox: dict[int, deque[Said]] = {rank: deque() for rank in range(self.size)}
-        self._unsaid = b""  # what goes with the next message
-        self._news: list[Future[None]] = []  # of those who wait for whatever comes next
+        self._unsaid = b""  # messages to be sent together with the next one
+        self._news: list[Future[None]] = []  # futures of callers that wait for the next message
         self._left: set[int] = set()
         self._lost: Lost | None = None
         self._closed = self.left_in_order = False
-        self._owed: set[int] = set()  # at rank 0: who has reported, and has no verdict; else rank 0, if this one waits
-        self._sending = threading.Lock()  # a loss is told from the thread that sees it
+        # At rank 0: ranks that have reported and have no verdict yet. At others: rank 0, while this rank waits for it.
+        self._owed: set[int] = set()
+        self._sending = threading.Lock()  # the listening thread sends, too: it tells others of a loss
         self._on_lost: Callable[[], object] = lambda: None
         self._sockets = {} if group is None else self._meet(group, [host for _, host, _ in found])
         self._wake, self._woken = socket.socketpair()
@@ -85,10 +92,10 @@ class Gang:
     # -- how they meet
 
     def _meet(self, group: dist.ProcessGroup, hosts: list[str]) -> dict[int, socket.socket]:
-        """The connections of this rank: to all others at rank 0, else to rank 0.
+        """Make the connections of this rank: at rank 0 to all others, at other ranks to rank 0.
 
         Raises:
-            ClusterError: if they cannot be made.
+            ClusterError: if the connections cannot be made.
         """
         source = dist.get_global_rank(group, 0)
         told: list[tuple[list[str], int, bytes]] = [([], 0, b"")]
@@ -134,16 +141,17 @@ class Gang:
             if is_one and isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
                 ties[hello.rank] = _held(tie)
             else:
-                tie.close()  # a stranger
+                tie.close()  # not a rank of this cluster
         return ties
 
     # -- what they tell each other
 
     def say(self, message: Said, *, at_once: bool = True) -> None:
-        """Tell rank 0, or all others as rank 0. Raises ClusterError.
+        """Send a message to rank 0; at rank 0, to all others. Raises ClusterError if a rank is lost.
 
         Args:
-            at_once: if not, it goes with the next message: each wakes those who hear it.
+            message: the message.
+            at_once: if False, send it together with the next message, because each message wakes its receivers.
         """
         self.check()
         self._unsaid += _framed(message)
@@ -165,7 +173,7 @@ class Gang:
 
     @contextlib.contextmanager
     def collectives(self) -> Iterator[None]:
-        """Within, collectives that fail because a rank is lost raise ClusterError."""
+        """A context in which collectives that fail because a rank is lost raise ClusterError."""
         try:
             yield
         except RuntimeError as error:
@@ -177,18 +185,21 @@ class Gang:
             raise
 
     def hear_reports(self) -> list[Report]:
-        """The report of each other rank, in their order. Raises ClusterError."""
+        """Wait for a report of each other rank. Returns them in the order of ranks. Raises ClusterError if a rank is
+        lost.
+        """
         heard = [self._hear(rank) for rank in sorted(self._sockets)]
         return [message for message in heard if isinstance(message, Report)]
 
     def hear_answers(self) -> list[Done]:
-        """The answer of each other rank to the oldest `Do` that they have not answered. Raises ClusterError."""
+        """Wait for the answer of each other rank to the oldest `Do` that is not answered. Raises ClusterError if a rank
+        is lost."""
         heard = [self._hear(rank) for rank in sorted(self._sockets)]
         return [message for message in heard if isinstance(message, Done)]
 
     def wait_for_answers(self, count: int, over: Future[None]) -> bool:
-        """Wait until each other rank has answered so often, at most until `over` is done. Returns whether they have.
-        Raises ClusterError."""
+        """Wait until `count` answers of each other rank have arrived, or `over` is done. Returns whether they have
+        arrived. Raises ClusterError if a rank is lost."""
 
         def are_here() -> bool:
             return all(len(self._inbox[rank]) >= count for rank in self._sockets)
@@ -204,7 +215,7 @@ class Gang:
             self._changed.notify_all()
 
     def news(self) -> Future[None]:
-        """A future that is done when there is a message that was not heard, or a rank is lost."""
+        """A future that is done as soon as there is an unread message, or a rank is lost."""
         future: Future[None] = Future()
         with self._changed:
             self._news.append(future)
@@ -221,7 +232,7 @@ class Gang:
                 future.set_result(None)
 
     def hear_verdict(self) -> Verdict | Go | Do:
-        """What rank 0 has done, or what all are to do in the call. Raises ClusterError."""
+        """Wait for the next message of rank 0 in a call. Raises ClusterError if a rank is lost."""
         message = self._hear(0)
         assert not isinstance(message, Report | Done)
         return message
@@ -240,7 +251,7 @@ class Gang:
         raise ClusterError(f"{self.names[rank]} has shut its optimizer down, and {self.names[self.rank]} has not")
 
     def check(self) -> None:
-        """Raises ClusterError if a rank is lost."""
+        """Raise ClusterError if a rank is lost, or this one has left."""
         if self._lost is not None:
             raise ClusterError(
                 f"{self.names[self._lost.rank]} of this cluster is lost ({self._lost.reason}): a cluster lives and "
@@ -260,7 +271,7 @@ class Gang:
         return self._lost is None
 
     def when_lost(self, do: Callable[[], object]) -> None:
-        """Call that, in a thread of its own, when a rank is lost; at once, if one is."""
+        """Call a function in a thread of its own when a rank is lost; now, if one is lost already."""
         with self._changed:
             self._on_lost = do
             is_late = self._lost is not None
@@ -271,28 +282,28 @@ class Gang:
         threading.Thread(target=self._on_lost, name="shoal-cluster-lost", daemon=True).start()
 
     def _wait_for_why(self, error: BaseException | None) -> None:
-        """If that is what torch raises where a rank is lost, wait for the news which it is: the log has it then. Who
-        ended at once would be taken for the lost one itself."""
+        """If torch may have raised that error because a rank is lost, wait until this rank hears which one, so that the
+        log names it. If this rank ended at once, others would take it for the lost one."""
         if isinstance(error, RuntimeError):
             with self._changed:
                 self._changed.wait_for(lambda: self._lost is not None or self._closed, LOSS_SECONDS)
 
     def let_go(self) -> None:
-        """Close the connections without a word, and know no others: this process is a fork."""
+        """Close the connections without a message, because this process is a fork."""
         for each in (self._wake, self._woken, *self._sockets.values()):
             each.close()
         self._closed = True
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # what has ended this process
+        error = getattr(sys, "last_value", None)  # the error that has ended this process
         if error is None or _is_own(error):
             self.leave(error)
         else:
             self._wait_for_why(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Tell the others that this rank waits for nobody any more; if an error has ended its training, which."""
+        """Tell the other ranks that this one has left, and which error has ended its training, if one has."""
         error = sys.exc_info()[1] if error is None else error
         self._wait_for_why(error)
         with self._changed:
@@ -308,18 +319,18 @@ class Gang:
         for rank, tie in self._sockets.items():
             try:
                 with self._sending:
-                    if lost is not None and rank != lost.rank:  # `_lose` may not have come so far
+                    if lost is not None and rank != lost.rank:  # `_lose` may not have told this rank yet
                         _send(tie, lost)
                     _send(tie, goodbye)
             except OSError as error:
                 log.debug("a rank is gone already: %s", error)
-        self._wake.shutdown(socket.SHUT_RDWR)  # also where a process that was forked from this one has it, too
+        self._wake.shutdown(socket.SHUT_RDWR)  # wakes the thread even if a forked process has the socket open, too
         self._wake.close()
 
-    # -- who is lost
+    # -- losses
 
     def _listen(self) -> None:
-        """In a thread of its own, until this rank leaves."""
+        """Receive messages until this rank leaves. Runs in a thread of its own."""
         with selectors.DefaultSelector() as selector:
             for rank, tie in self._sockets.items():
                 selector.register(tie, selectors.EVENT_READ, rank)
@@ -327,7 +338,7 @@ class Gang:
             leaves = False
             while not leaves:
                 for key, _ in selector.select():
-                    if key.data is None:  # `leave` has said goodbye to all; before that no connection may be closed
+                    if key.data is None:  # `leave` has told all ranks; before that, no connection may be closed
                         leaves = True
                     elif not self._read(key.data, self._sockets[key.data]):
                         selector.unregister(key.fileobj)
@@ -335,7 +346,7 @@ class Gang:
             each.close()
 
     def _read(self, rank: int, tie: socket.socket) -> bool:
-        """Take the next message of a rank. Returns whether more may come."""
+        """Receive the next message of a rank. Returns whether more may come."""
         try:
             message = _receive(tie)
         except (OSError, msgspec.MsgspecError) as error:
@@ -381,7 +392,7 @@ class Gang:
 
 
 def _is_own(error: BaseException | None) -> bool:
-    """Whether the training of this rank ends by that, and the others do not know."""
+    """Whether that error ends the training of this rank, and the others do not know of it."""
     return isinstance(error, Exception | KeyboardInterrupt) and not isinstance(error, ClusterError | StopIteration)
 
 
@@ -389,7 +400,7 @@ Introduction = tuple[str, str, str]  # a rank's name, its host, and why it has n
 
 
 def _introduced(group: dist.ProcessGroup, error: str = "") -> list[Introduction]:
-    """All ranks say who they are. Raises ClusterError if one of them has an error."""
+    """Exchange introductions between all ranks. A collective. Raises ClusterError if one of them has an error."""
     rank, host = dist.get_rank(group), f"{socket.gethostname()} {_boot()}"
     name = f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
     found: list[Introduction] = [("", "", "")] * dist.get_world_size(group)
@@ -401,7 +412,7 @@ def _introduced(group: dist.ProcessGroup, error: str = "") -> list[Introduction]
 
 
 def _boot() -> str:
-    """Tells machines apart whose names are alike."""
+    """An id of this machine's boot, which tells machines with equal names apart."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -410,12 +421,13 @@ def _boot() -> str:
 
 @contextlib.contextmanager
 def told_to_all(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within, before a `Gang` is made, an error is told to the other ranks, where it is raised, too."""
+    """A context for the time before a `Gang` exists: an error in it is sent to the other ranks, which raise it as
+    well."""
     try:
         yield
     except Exception as error:
         if group is not None:
-            with contextlib.suppress(ClusterError):  # which is this very error
+            with contextlib.suppress(ClusterError):  # it repeats this error
                 _introduced(group, f"{type(error).__name__}: {error}"[:4096])
         raise
 
@@ -424,7 +436,8 @@ _gangs: weakref.WeakSet[Gang] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a process that was forked from this one, such as a worker of a DataLoader: the ties end with this one."""
+    """Close all ties in a process that was forked from this one, such as a worker of a DataLoader: otherwise they would
+    outlive this process."""
     for gang in _gangs:
         gang.let_go()
 
@@ -433,7 +446,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _addresses(other: str, *, is_master: bool) -> list[str]:
-    """Where ranks on other hosts, of which `other` is one, may reach this host."""
+    """Addresses at which ranks on other hosts may reach this host. `other` is one of these hosts."""
     found = [os.environ["MASTER_ADDR"]] if is_master and "MASTER_ADDR" in os.environ else []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))  # sends nothing: the kernel chooses the address
@@ -442,7 +455,7 @@ def _addresses(other: str, *, is_master: bool) -> list[str]:
 
 
 def _held(tie: socket.socket) -> socket.socket:
-    """That socket, with the kernel watching whether the other machine is there."""
+    """Set up a socket so that the kernel ends the connection if the other machine is gone. Returns the socket."""
     tie.settimeout(None)
     tie.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tie.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -463,7 +476,7 @@ def _framed(message: Message) -> bytes:
 
 
 def _receive(tie: socket.socket, at_most: int = MAX_BYTES) -> Message:
-    """Raises OSError where the connection has ended, and MsgspecError for what is no message."""
+    """Receive a message. Raises OSError if the connection has ended, and MsgspecError if the data are no message."""
     (length,) = struct.unpack("!I", _exactly(tie, 4))
     if length > at_most:
         raise OSError(f"a message of {length} bytes")

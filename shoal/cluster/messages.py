@@ -1,5 +1,8 @@
-"""What the ranks of a cluster tell each other: in every step one report of each rank, then what rank 0 has all do, and
-one verdict of rank 0."""
+"""The messages between the ranks of a cluster. In every call each rank sends one report, then rank 0 may send tasks,
+and finally rank 0 sends one verdict.
+
+A *call* is a method of the optimizer that all ranks call at the same time, such as a step.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 
 
 class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """The first message of a rank to rank 0. `token`: that rank 0 has given to its ranks alone."""
+    """The first message of a rank to rank 0. `token` is a secret that rank 0 has given only to its ranks."""
 
     rank: Rank
     token: Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
 class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """A rank has come to a call.
+    """A rank has reached a call.
 
     Attributes:
-        call: its name.
-        samples: what it brings to a step.
-        gradients: which of its sharded parameters have one, as the bits of a number.
-        digest: of the other gradients, where rank 0 compares them, else b"".
-        error: why the call makes no sense at that rank; "" if it does.
+        call: the name of the call.
+        samples: the number of samples that the rank brings to a step.
+        gradients: which of its sharded parameters have a gradient, as the bits of a number.
+        digest: the digest of the other gradients if rank 0 compares them, else b"".
+        error: why the call fails at that rank; "" if it does not.
     """
 
     call: Text
@@ -37,16 +40,16 @@ class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Go(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """All ranks are there: now all make the collectives of the call."""
+    """All ranks have reached the call: now all run its collectives."""
 
 
 class Do(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """Rank 0 has all ranks do something with their shares of the state, in a call of all.
+    """A task for all ranks: rank 0 asks them, within a call, to do something with their shares of the state.
 
     Attributes:
-        what: its name.
-        given: what belongs to it, in msgpack.
-        is_quiet: nobody waits for an answer, and none is given; what goes wrong is in the next report.
+        what: the name of the task.
+        given: its arguments, as msgpack.
+        is_quiet: whether there is no answer. Then errors are in the next report.
     """
 
     what: Text
@@ -55,11 +58,11 @@ class Do(msgspec.Struct, tag=6, array_like=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """A rank has done it.
+    """The answer to `Do`.
 
     Attributes:
-        answer: in msgpack.
-        error: what it has raised; "" if nothing.
+        answer: the result, as msgpack.
+        error: the error that the task has raised; "" if none.
     """
 
     answer: bytes
@@ -67,13 +70,13 @@ class Done(msgspec.Struct, tag=7, array_like=True, frozen=True):
 
 
 class Verdict(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """What rank 0 has done in a call.
+    """The result of a call at rank 0, which ends the call.
 
     Attributes:
-        epoch: of the parameters that all have after it.
-        changed: whether it sends the parameters now.
-        options: of each parameter group, the numbers that a scheduler or a vote may have changed.
-        error: what rank 0 has raised; "" if nothing.
+        epoch: the epoch of the parameters that all ranks have after the call.
+        changed: whether rank 0 sends the parameters now.
+        options: for each parameter group, the numbers that a scheduler or a vote may have changed.
+        error: the error that rank 0 has raised; "" if none.
         value: what the call returns at all ranks.
     """
 
@@ -85,14 +88,14 @@ class Verdict(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class Lost(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Rank 0 has lost that rank."""
+    """Rank 0 has lost the rank `rank`."""
 
     rank: Rank
     reason: Text
 
 
 class Bye(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The sender has shut its optimizer down. `error`: what had been raised there; "" if nothing."""
+    """The sender has shut its optimizer down. `error` is the error that has ended its training; "" if none."""
 
     error: Text = ""
 

@@ -1,4 +1,4 @@
-"""Which elements of a parameter go from which rank to which. Numbers only: nothing here knows tensors.
+"""Computes which elements of a parameter move from which rank to which. Works on numbers only, not on tensors.
 
 A span of elements, in row-major order, is a `range`.
 """
@@ -10,8 +10,13 @@ from dataclasses import dataclass
 
 
 def strand_of(elements: int, strands: range, count: int) -> range:
-    """The span of consecutive strands of `count` in a parameter of that many elements. It does not depend on how many
-    ranks there are."""
+    """The span of some consecutive strands in a parameter. It does not depend on the number of ranks.
+
+    Args:
+        elements: the number of elements of the parameter.
+        strands: the numbers of the strands.
+        count: the number of all strands.
+    """
     return range(strands.start * elements // count, strands.stop * elements // count)
 
 
@@ -19,10 +24,10 @@ def shard_of(rows: int, row: int, index: int, count: int) -> range:
     """The span of a shard on dim 0, as torch.chunk cuts it: the last shards may have fewer rows, or none.
 
     Args:
-        rows: of the parameter.
-        row: the elements of each.
-        index: of the shard.
-        count: of shards.
+        rows: the number of rows of the parameter.
+        row: the number of elements of a row.
+        index: the number of the shard.
+        count: the number of all shards.
     """
     each = -(-rows // count)
     return range(min(index * each, rows) * row, min((index + 1) * each, rows) * row)
@@ -47,9 +52,9 @@ class Route:
     """What one rank does so that all ranks get the elements of one parameter that they want.
 
     Attributes:
-        local: what it copies itself.
-        out: what it sends, and to whom.
-        into: what it receives, and from whom. The spans between two ranks are in the same order at both.
+        local: the spans that it copies from itself.
+        out: the spans that it sends, as (receiver, span).
+        into: the spans that it receives, as (sender, span). The spans between two ranks are in the same order at both.
         exchanged: about how many elements a rank sends or receives at most; the same number at all ranks, and 0 if no
             rank sends any.
     """
@@ -63,12 +68,13 @@ class Route:
 def moves(has: Sequence[range], wants: Sequence[range], order: Sequence[int]) -> Iterator[tuple[int, int, range]]:
     """Each span that is moved, as (source, destination, span).
 
-    A rank takes what it wants from itself where it has it, and else from the first rank that has it.
+    A rank takes the elements that it wants from itself if it has them, and otherwise from the first rank in `order`
+    that has them.
 
     Args:
         has: the elements that each rank has.
         wants: the elements that each rank wants.
-        order: in which the ranks are asked.
+        order: the order in which ranks are considered as sources.
     """
     for destination, wanted in enumerate(wants):
         left = [wanted] if wanted else []
@@ -82,7 +88,7 @@ def moves(has: Sequence[range], wants: Sequence[range], order: Sequence[int]) ->
 
 
 def route_of(rank: int, order: Sequence[int], has: Sequence[range], wants: Sequence[range]) -> Route:
-    """The part of that rank in the moves."""
+    """The route of that rank: its part in the `moves`."""
     local, out, into, exchanged = [], [], [], 0
     for source, destination, span in moves(has, wants, order):
         if source == destination == rank:
@@ -92,5 +98,5 @@ def route_of(rank: int, order: Sequence[int], has: Sequence[range], wants: Seque
         elif destination == rank:
             into.append((source, span))
         exchanged += len(span) if source != destination else 0
-    most = max(span.stop for span in (*has, *wants))  # all elements: what is sent to all is a rank's share of them
+    most = max(span.stop for span in (*has, *wants))  # a rank never sends or receives more than all elements
     return Route(tuple(local), tuple(out), tuple(into), min(exchanged, most))

@@ -1,7 +1,7 @@
-"""The parameters of a model that ranks hold together, cut into strands, each at the rank that carries it.
+"""Divides the parameters of a model into strands, which the ranks of a cluster carry.
 
-With `Whole`, rank 0 steps the whole model. Here each rank steps its strands: pieces of all parameters, with memory of
-their own. Values move between the model, as FSDP2 or DDP have placed it, and the pieces.
+With `Whole`, rank 0 steps the whole model. Here each rank steps its own strands: pieces of all parameters, in separate
+memory. Values move between the model, as FSDP2 or DDP have placed it, and the pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.flat import holders_of, living_modules
 
 
 class Ranks(Protocol):
-    """What is used of a `Cluster`. Without a group it is a single process."""
+    """The attributes of a `Cluster` that are used here. Without a group it is a single process."""
 
     @property
     def group(self) -> dist.ProcessGroup | None: ...
@@ -37,33 +37,35 @@ class Ranks(Protocol):
 class Strands:
     """A model's parameters as pieces, which an optimizer steps: one for each parameter and each strand of this rank.
 
-    With L strands, strand k of a parameter of n elements is its elements k*n//L to (k+1)*n//L in row-major order,
-    however many ranks there are. The ranks carry equally many. They are ordered by the shard that they hold, so what
-    a rank carries is, up to some elements at the borders, what it holds.
+    With L strands, strand k of a parameter with n elements is its elements k*n//L to (k+1)*n//L in row-major order,
+    however many ranks there are. All ranks carry the same number of strands. They carry them in the order of the shards
+    that they hold, so a rank carries nearly the same elements that it holds; only some at the borders differ.
 
-    All methods but `digest` and `clear` are collectives: all ranks call them at once. Values arrive bit for bit.
+    All methods except `digest` and `clear` are collectives: all ranks call them at the same time. Values are moved bit
+    for bit.
 
     Args:
         cluster: the ranks. Their number divides the number of strands.
-        params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either.
+        params: as for an optimizer: tensors, (name, tensor) pairs or parameter groups of either.
 
     Attributes:
-        group, rank: as the cluster's.
+        group, rank: those of the cluster.
         mine: the strands that this rank carries.
-        carriers: the rank of each strand.
+        carriers: the rank that carries each strand.
         given: the parameters as they were given.
-        params: the same with pieces in it: in each group those of the first strand, then those of the second, and so
-            on. The names of pieces end in the strand, as in "0.weight[3/8]".
-        groups: the same as parameter groups.
-        pieces: those in `params`, in order.
+        params: the same with pieces in place of parameters: in each group the pieces of the first strand, then those of
+            the second, and so on. The names of pieces end in the strand, as in "0.weight[3/8]".
+        groups: `params` as parameter groups.
+        pieces: the pieces in `params`, in order.
         model: the model's parameters, in order.
-        numbers: for each strand of `mine`, the places of its pieces in `pieces`.
-        of: the model's parameter of each piece, by its id.
-        is_ahead: whether the pieces were changed, and are to be spread. Whoever changes them says so.
+        numbers: for each strand of `mine`, the indices of its pieces in `pieces`.
+        of: by the id of a piece: the model's parameter.
+        is_ahead: whether the pieces were changed since they were last spread to the model. Code that changes them sets
+            this.
 
     Raises:
-        ValueError: for what is no parameter, and for a parameter that is not sharded on dim 0 over exactly these ranks,
-            nor held whole by all of them. Nothing has been changed then.
+        ValueError: if `params` contains something other than parameters, or a parameter that is neither sharded on dim
+            0 over exactly these ranks nor held whole by all of them. Then nothing was changed.
     """
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
@@ -85,14 +87,14 @@ class Strands:
         self._held = [_held(p, place, self._size) for p, place in zip(self.model, places, strict=True)]
         self._owned = [tuple(strand_of(p.numel(), each, cluster.strands) for each in carried) for p in self.model]
         self._spans = [[strand_of(p.numel(), range(k, k + 1), cluster.strands) for k in self.mine] for p in self.model]
-        # At most as many routes as there are shapes are made: each is a walk over all pairs of ranks.
+        # Cached, since making a route walks over all pairs of ranks, and parameters of one shape share one.
         self._route: Callable[[tuple[range, ...], tuple[range, ...]], Route]
         self._route = functools.cache(functools.partial(route_of, self.rank, order))
 
         self.pieces: list[nn.Parameter] = []
         self.numbers: list[list[int]] = [[] for _ in self.mine]
         self.of: dict[int, Tensor] = {}
-        self._pieces_of: list[list[int]] = [[] for _ in self.model]  # of each parameter, their places
+        self._pieces_of: list[list[int]] = [[] for _ in self.model]  # for each parameter: the indices of its pieces
         made: list[list[Any]] = []
         for items in named:
             made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
@@ -104,7 +106,7 @@ class Strands:
         self.gather_parameters()
 
     def _each(self, items: Sequence[tuple[str | None, Tensor]], first: int, strands: int) -> list[Any]:
-        """The pieces of one group, whose first parameter has that number."""
+        """Make the pieces of one group. `first` is the number of its first parameter."""
         made: list[Any] = []
         for index, strand in enumerate(self.mine):
             for number, (name, parameter) in enumerate(items, first):
@@ -119,7 +121,7 @@ class Strands:
 
     @functools.cached_property
     def gathers_alone(self) -> bool:
-        """Whether each rank holds all that it carries, so that gathering is no collective."""
+        """Whether each rank holds all elements that it carries, so that gathering needs no collective."""
         return not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
 
     # -- between the model and the pieces
@@ -130,7 +132,7 @@ class Strands:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Set the pieces to what the model has."""
+        """Set the pieces to the values of the model."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._held[number], self._owned[number])
@@ -138,7 +140,7 @@ class Strands:
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Set the gradients of the pieces to those of the model, which all ranks have for the same parameters."""
+        """Set the gradients of the pieces to those of the model. All ranks have gradients for the same parameters."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 pieces = [self.pieces[place] for place in self._pieces_of[number]]
@@ -152,7 +154,7 @@ class Strands:
                 spans = self._spans[number]
                 route = self._route(self._held[number], self._owned[number])
                 has = self._part(number, gradient)
-                if not route.exchanged:  # the pieces are neighbours in what this rank holds: nothing is copied
+                if not route.exchanged:  # the pieces are adjacent in this rank's memory, so nothing is copied
                     owned = has[0].view(self._owned[number][self.rank])
                     for piece, values in zip(pieces, torch.split(owned, [len(span) for span in spans]), strict=True):
                         piece.grad = values
@@ -165,7 +167,8 @@ class Strands:
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
-        """Copy the pieces of all ranks into the model, and `more` tensors, which each rank holds whole, from rank 0."""
+        """Copy the pieces of all ranks to the model. Also copy the tensors in `more`, which each rank holds whole, from
+        rank 0."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
@@ -176,7 +179,7 @@ class Strands:
             self._broadcast(tensor.detach())
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Ranks may have it with other strides, and what is sent is memory."""
+        """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
         if self.group is None:
             return
         sent = tensor.contiguous()
@@ -188,13 +191,13 @@ class Strands:
 
     @torch.no_grad()
     def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Values of all pieces, such as their momentum, as whole tensors at rank 0.
+        """Gather values of all pieces, such as their momentum, as whole tensors at rank 0.
 
         Args:
-            values: one tensor for each of `pieces`, shaped as it. The ranks have the same dtype for a parameter.
+            values: one tensor for each of `pieces`, of the same shape. All ranks use the same dtype for a parameter.
 
         Returns:
-            At rank 0 a CPU tensor for each parameter of the model, shaped as it; at other ranks nothing.
+            At rank 0 a CPU tensor for each parameter of the model, of the same shape; at other ranks an empty list.
         """
         wholes = []
         with Exchange(self.group, self._size) as exchange:
@@ -213,11 +216,11 @@ class Strands:
         """The reverse of `gather`.
 
         Args:
-            wholes: one tensor for each parameter of the model, shaped as it, at rank 0. Other ranks give tensors of the
-                same dtypes, of which nothing else is looked at: they may be on the device "meta".
+            wholes: at rank 0, one tensor for each parameter of the model, of the same shape. At other ranks, only the
+                dtypes of the tensors count; they may be on the device "meta".
 
         Returns:
-            One tensor for each of `pieces`, shaped as it, on its device.
+            One tensor for each of `pieces`, of the same shape and on the same device.
         """
         found = [torch.empty(0)] * len(self.pieces)
         with Exchange(self.group, self._size) as exchange:
@@ -233,11 +236,12 @@ class Strands:
         return (range(parameter.numel()), *[range(0)] * (self._size - 1))
 
     def _part(self, number: int, tensor: Tensor) -> list[Part]:
-        """What this rank holds of that parameter, or of its gradient: the memory itself if it is contiguous."""
+        """This rank's values of that parameter, or of its gradient, in `tensor`: its memory if it is contiguous, else a
+        copy."""
         return [Part(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
 
     def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[Part]:
-        """What this rank carries of that parameter in `tensors`, one for each piece."""
+        """The parts of that parameter that this rank carries, in `tensors`, which has one tensor for each piece."""
         places = zip(self._spans[number], self._pieces_of[number], strict=True)
         return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
 
@@ -264,7 +268,7 @@ class Strands:
         return digest_of(self.model)
 
 
-# -- what is given
+# -- the given parameters
 
 
 def _listed(params: Any) -> list[Any]:
@@ -282,7 +286,7 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-# -- where the model is
+# -- the placement of the model
 
 
 def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
@@ -291,21 +295,21 @@ def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
     return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
 
 
-Place = tuple[int, int]  # the shard that a rank holds, and which copy of it
+Place = tuple[int, int]  # the number of the shard that a rank holds, and the number of its copy of it
 
 
 def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: int) -> list[Place] | None:
-    """Of each rank; None if each holds all of the parameter.
+    """The place of each rank; None if each rank holds the whole parameter.
 
     Raises:
-        ValueError: if a rank holds something else.
+        ValueError: if the parameter is placed in another way.
     """
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh.mesh
     shards = [(dim, placed) for dim, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
     is_usual = len(shards) <= 1 and all(type(placed) is Shard and placed.dim == 0 for _, placed in shards)
-    # Torch itself is wrong where the ranks of a dimension are not in their order.
+    # If the ranks of a mesh dimension are not in ascending order, torch itself gives wrong results.
     is_usual = is_usual and all(bool((mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.ndim))
     if not is_usual or sorted(mesh.flatten().tolist()) != sorted(ranks):
         called = name or _name_in_module(parameter) or f"parameter {number}"
@@ -322,7 +326,7 @@ def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: i
 
 
 def _name_in_module(parameter: Tensor) -> str:
-    """The longest that a module has for it; "" if there is none."""
+    """The longest name that a module has for the parameter; "" if there is none."""
     roots = living_modules()
     return max(
         (
@@ -338,7 +342,8 @@ def _name_in_module(parameter: Tensor) -> str:
 
 
 def _ordered(places: Iterable[list[Place] | None], size: int) -> list[int]:
-    """The ranks in the order in which they carry the strands: that of the first sharded parameter."""
+    """The ranks in the order in which they carry the strands: the order of their shards of the first sharded
+    parameter."""
     first = next((each for each in places if each is not None), None)
     return list(range(size)) if first is None else sorted(range(size), key=first.__getitem__)
 

@@ -1,5 +1,4 @@
-"""The parameters of a model that ranks hold together, in one piece at rank 0. With `strands`, the only file that
-knows DTensor."""
+"""Keeps the parameters of a sharded model in one piece at rank 0. Only this file and `strands` use DTensor."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ T = TypeVar("T")
 
 
 class Whole:
-    """A model's parameters at rank 0: those that all ranks hold, and copies of those that are sharded.
+    """A model's parameters at rank 0: unsharded ones as they are, and whole copies of sharded ones.
 
-    All methods but `digest` and `clear` are collectives: all ranks call them at once.
+    All methods except `digest` and `clear` are collectives: all ranks call them at the same time.
 
     Args:
         group: the ranks.
-        params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either.
+        params: as for an optimizer: tensors, (name, tensor) pairs or parameter groups of either.
 
     Attributes:
-        params: the same with whole parameters in it, for the optimizer of rank 0. At other ranks, those that are
-            sharded have no memory.
+        params: the same with whole parameters in place of sharded ones, for the optimizer of rank 0. At other ranks the
+            whole parameters have no memory.
         model: the model's parameters, in order.
-        of: the model's parameter of each in `params`, by its id.
+        of: by the id of a parameter in `params`: the model's parameter.
     """
 
     def __init__(self, group: dist.ProcessGroup, params: Iterable[Any]) -> None:
@@ -69,12 +68,12 @@ class Whole:
 
     @property
     def gathers_alone(self) -> bool:
-        """Whether gathering is no collective, since no parameter is sharded."""
+        """Whether gathering needs no collective, because no parameter is sharded."""
         return not any(isinstance(parameter, DTensor) for parameter in self.model)
 
     def gather_for_step(self) -> None:
-        """Gather the gradients; in the first step after the parameters, which may have been loaded since they were
-        gathered."""
+        """Gather the gradients. In the first step, gather the parameters before, because the user may have loaded them
+        since they were first gathered."""
         if not self._has_stepped:
             self.gather_parameters()
             self._has_stepped = True
@@ -82,7 +81,7 @@ class Whole:
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Give the whole parameters at rank 0 the gradients of those that are sharded."""
+        """Gather the gradients of sharded parameters into the whole parameters at rank 0."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
                 gradient = None if parameter.grad is None else full(parameter.grad)
@@ -90,7 +89,7 @@ class Whole:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """Set the whole parameters at rank 0 to what the model has: others may have loaded it."""
+        """Set the whole parameters at rank 0 to the values of the model, which the user may have loaded."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
                 found = parameter.full_tensor()
@@ -99,7 +98,7 @@ class Whole:
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
-        """Copy the parameters of rank 0 to all ranks, and `more` tensors, which each rank holds whole."""
+        """Copy the parameters of rank 0 to all ranks, and also the tensors in `more`, which each rank holds whole."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
                 made = cut(self._group, whole.detach() if self._is_first else None, whole.dtype, parameter)
@@ -110,7 +109,7 @@ class Whole:
             self._broadcast(tensor.detach())
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Ranks may have it with other strides, and what is sent is memory."""
+        """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
         sent = tensor.contiguous()
         dist.broadcast(sent, self._source, group=self._group)
         if sent is not tensor:
@@ -138,7 +137,7 @@ class Whole:
 
 
 def digest_of(model: Iterable[Tensor]) -> bytes:
-    """The hash of the gradients that all ranks are to have alike: those that are not sharded."""
+    """The hash of all gradients that must be equal at all ranks: those of unsharded parameters."""
     hasher = blake3()
     for parameter in model:
         if not isinstance(parameter, DTensor) and parameter.grad is not None:
@@ -154,17 +153,18 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's shard of the tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut(group: dist.ProcessGroup | None, whole: object, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor that rank 0 has in one piece, placed as another one of its shape. A collective.
+    """Distribute a tensor that rank 0 has in one piece, with the placement of another one. A collective.
 
     Args:
-        group: the ranks; None for a process that is alone.
-        whole: at rank 0 the tensor.
-        like: the other one.
+        group: the ranks; None for a single process.
+        whole: at rank 0 the tensor; at other ranks anything.
+        dtype: the dtype of the tensor.
+        like: a tensor of the same shape, whose device and placement the result has.
     """
     source = whole if isinstance(whole, Tensor) else torch.empty(like.shape, dtype=dtype)
     copy = source.to(like.device).contiguous()
@@ -173,14 +173,15 @@ def cut(group: dist.ProcessGroup | None, whole: object, dtype: torch.dtype, like
     if not isinstance(like, DTensor):
         return copy
     mesh, placements = like.device_mesh, like.placements
-    # Each rank cuts its own: a mesh may be of a part of the ranks, and has a rank 0 of its own.
+    # Each rank cuts its shard out of the whole. `distribute_tensor` would take the whole from the mesh's own rank 0,
+    # which may be another rank.
     copies = DTensor.from_local(copy, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return copies.redistribute(mesh, placements)
 
 
 def shared_by_all(group: dist.ProcessGroup | None, value: T) -> T:
-    """What rank 0 gives, at all ranks. A collective."""
-    # torch pickles it: the ranks of one cluster run one script, and trust each other as in any process group.
+    """Return the value of rank 0 at all ranks. A collective."""
+    # torch pickles the value. The ranks of a cluster run one script, and trust each other as in any process group.
     if group is None:
         return value
     found = [value]

@@ -1,6 +1,5 @@
-"""The private names of torch that this room uses. No other file of the room reaches for one.
-
-"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+"""The private names of torch that this room uses. No other file of the room uses one. The column "torch has it since"
+comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and later.
 
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|

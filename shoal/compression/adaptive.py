@@ -1,4 +1,4 @@
-"""A codec for each tensor, chosen by its size, its role or its key."""
+"""Compressions that choose a codec for each tensor, by its size, its role or its key."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from shoal.compression.none import NoCompression
 
 
 class AdaptiveCompression(Compression):
-    """A choice among compressions, which may be adaptive themselves. It encodes nothing by itself: `plan_codecs` gives
-    the codecs of a layout, and `choose_compression` the codec of a tensor. Its `spec` is a JSON array of the name and
-    the options; compressions among the options are written as their specs."""
+    """A choice among compressions, which may be adaptive themselves.
+
+    It does not encode. `choose_compression` gives the codec of a tensor, and `plan_codecs` the codecs of a layout. Its
+    `spec` is a JSON array of the name and the options; compressions among the options are written as their specs.
+    """
 
     __slots__ = ()
 
@@ -39,9 +41,13 @@ class SizeAdaptiveCompression(AdaptiveCompression):
     """One compression for small tensors and another for large ones.
 
     Args:
-        threshold: a tensor with at least so many elements is large. The whole tensor counts, however it is cut.
-        less: for tensors with fewer elements.
-        greater_equal: for tensors with as many or more.
+        threshold: a tensor with at least this many elements is large. The size of the whole tensor counts, into
+            whatever chunks it is cut.
+        less: the compression of tensors with fewer elements.
+        greater_equal: the compression of tensors with as many or more.
+
+    Raises:
+        ValueError: if the threshold is negative, or an argument is no compression or made by `Compression.of`.
     """
 
     name: ClassVar[str] = "size_adaptive"
@@ -60,7 +66,7 @@ class SizeAdaptiveCompression(AdaptiveCompression):
         return json.dumps([self.name, self.threshold, self.less.spec, self.greater_equal.spec])
 
     def choose_compression(self, info: CompressionInfo) -> Codec:
-        """By ``info.numel``."""
+        """The codec for a tensor, chosen by ``info.numel``."""
         return (self.greater_equal if info.numel >= self.threshold else self.less).choose_compression(info)
 
 
@@ -69,8 +75,14 @@ class RoleAdaptiveCompression(AdaptiveCompression):
     """A compression for each role.
 
     Args:
-        activation, parameter, gradient, optimizer: for tensors of that role; `default` where it is None.
-        default: for all others.
+        activation: the compression of activations; None (the default) to use `default`.
+        parameter: the compression of parameters; None (the default) to use `default`.
+        gradient: the compression of gradients; None (the default) to use `default`.
+        optimizer: the compression of the optimizer's statistics; None (the default) to use `default`.
+        default: the compression of all other tensors. Default: `NoCompression()`.
+
+    Raises:
+        ValueError: if an argument is no compression or made by `Compression.of`.
     """
 
     name: ClassVar[str] = "role_adaptive"
@@ -86,12 +98,12 @@ class RoleAdaptiveCompression(AdaptiveCompression):
 
     @property
     def spec(self) -> str:
-        """``["role_adaptive", activation, parameter, gradient, optimizer, default]``, null where none is given."""
+        """``["role_adaptive", activation, parameter, gradient, optimizer, default]``, with null for None."""
         given = (self.activation, self.parameter, self.gradient, self.optimizer, self.default)
         return json.dumps([self.name, *(one and one.spec for one in given)])
 
     def choose_compression(self, info: CompressionInfo) -> Codec:
-        """By ``info.role``."""
+        """The codec for a tensor, chosen by ``info.role``."""
         by_role = {
             TensorRole.ACTIVATION: self.activation,
             TensorRole.PARAMETER: self.parameter,
@@ -103,10 +115,14 @@ class RoleAdaptiveCompression(AdaptiveCompression):
 
 @dataclass(frozen=True, slots=True)
 class PerTensorCompression(AdaptiveCompression):
-    """A compression for each tensor. One that has none is an error when the plan is made.
+    """A compression for each tensor. A tensor without one is an error when the plan is made.
 
     Args:
-        tensor_compressions: by key, or in the order of the tensors, whose keys are then their positions.
+        tensor_compressions: the compressions by key, or in the order of the tensors, whose keys are then their
+            positions.
+
+    Raises:
+        ValueError: if one of them is no compression or made by `Compression.of`.
     """
 
     name: ClassVar[str] = "per_tensor"
@@ -133,7 +149,11 @@ class PerTensorCompression(AdaptiveCompression):
         return json.dumps([self.name, [[key, one.spec] for key, one in pairs]])
 
     def choose_compression(self, info: CompressionInfo) -> Codec:
-        """By ``info.key``."""
+        """The codec for a tensor, chosen by ``info.key``.
+
+        Raises:
+            ValueError: if no compression is given for this key.
+        """
         if info.key not in self._by_key:
             raise ValueError(f"no compression is given for tensor {info.key!r}, only for {len(self._by_key)} others")
         return self._by_key[info.key].choose_compression(info)

@@ -1,4 +1,4 @@
-"""Codecs that divide a chunk into blocks, each with numbers of its own."""
+"""Codecs that divide a chunk into blocks, each with statistics of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal.compression.floats import FloatCodec
 
 
 class BlockCodec(FloatCodec):
-    """A codec that encodes blocks of consecutive elements, each by itself.
+    """A codec that encodes blocks of consecutive elements, each block by itself.
 
-    A chunk may hold tensors of unlike scales, and a tensor may hold rows of unlike scales; with blocks, large values
-    cost precision only near them. A value that is not finite, or beyond ±2**126, makes its whole block NaN when it is
-    decoded, so that whoever reduces it finds it.
+    A chunk may hold tensors of different scales, and a tensor may hold rows of different scales. With blocks, large
+    values cost precision only near them. A value that is not finite, or beyond ±2**126, makes its whole block NaN when
+    the block is decoded, so that the reducer of the chunk notices it.
 
     Payload: the statistics of all blocks, float32, then the codes of all elements. The last block may be shorter.
     """
@@ -26,10 +26,10 @@ class BlockCodec(FloatCodec):
     __slots__ = ()
 
     block: ClassVar[int]
-    """How many elements a block has."""
+    """The number of elements of a block."""
 
     statistics: ClassVar[int]
-    """How many float32 a block has."""
+    """The number of float32 statistics of a block."""
 
     code: ClassVar[torch.dtype]
     """The dtype of an element's code."""
@@ -55,7 +55,7 @@ class BlockCodec(FloatCodec):
         return values
 
     def _parts(self, values: Tensor, statistics: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """All whole blocks as the rows of matrices, then the shorter one, if there is one."""
+        """All whole blocks as the rows of matrices, then the shorter block, if there is one."""
         whole = len(values) // self.block
         stop = whole * self.block
         statistics = statistics.view(-1, self.statistics)
@@ -66,8 +66,8 @@ class BlockCodec(FloatCodec):
 
     @abstractmethod
     def _compress_blocks(self, values: Tensor, statistics: Tensor, codes: Tensor) -> None:
-        """Write the statistics and codes of blocks, the rows of `values`, which are only read."""
+        """Writes the statistics and codes of blocks, which are the rows of `values`. Only reads `values`."""
 
     @abstractmethod
     def _extract_blocks(self, values: Tensor, statistics: Tensor, codes: Tensor) -> None:
-        """Write the values of blocks."""
+        """Writes the values of blocks."""

@@ -1,4 +1,4 @@
-"""4 bits an element, finer for small values."""
+"""4 bits per element, with finer steps for small values."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ _VALUES: Final = (
     -0.836, -0.624, -0.464, -0.338, -0.233, -0.1445, -0.068, 0.0,
     0.063, 0.1335, 0.215, 0.31, 0.423, 0.562, 0.7435, 1.0,
 )  # fmt: skip
-_STEPS: Final = (
-    127  # a quotient is looked up as a whole number of 127ths, rounded towards 0: pairs of these have 16 bits
-)
+_STEPS: Final = 127  # quotients are rounded towards 0 to 127ths for the lookup, so a pair of them has 16 bits
 _BLOCK: Final = 128
 
 
 @functools.cache
 def _codes_by_pair() -> Tensor:
-    """The byte of codes of each two int8: that of the first is in the lower half."""
+    """The byte of codes for each pair of int8. The code of the first is in the lower half."""
     steps = torch.arange(1 << 8, device="cpu").to(torch.uint8).view(torch.int8).double()
-    quotients = (steps + steps.sign() / 2) / _STEPS  # the middle of what is rounded to each
+    quotients = (steps + steps.sign() / 2) / _STEPS  # the middle of the quotients that are rounded to each
     values = torch.tensor(_VALUES, dtype=torch.float64, device="cpu")
     codes = torch.bucketize(quotients, (values[1:] + values[:-1]) / 2).to(torch.uint8)
     return (codes.repeat_interleave(256) << 4) | codes.repeat(256)
@@ -34,23 +32,25 @@ def _codes_by_pair() -> Tensor:
 
 @functools.cache
 def _pairs_of_values() -> Tensor:
-    """The two float32 that each byte of codes stands for, as one int64."""
+    """The two float32 that each byte of codes encodes, as one int64."""
     values = torch.tensor(_VALUES, dtype=torch.float32, device="cpu")
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Blockwise4Bit(FloatCodec):
-    """Sends real floats as the nearest of 16 fixed fractions of the block's largest value, finer for small values: half
-    a byte an element and 2 bytes a block of 128. That is 1/7.76 of float32.
+    """Sends real floats as fractions of the block's largest value: the nearest of 16 fixed fractions, finer for small
+    values.
 
-    For drifts and gradients, with error feedback (`error_feedback` of the averagers), which sends later what was lost.
+    The payload takes half a byte per element and 2 bytes per block of 128 elements: 1/7.76 of float32.
 
-    Blocks and one scale each are those of Dettmers et al., "QLoRA" (arXiv 2305.14314). The scale is the value with the
-    largest absolute value, with its sign, as a bfloat16 (in GGML's Q4_0 it has a sign, too): so only one end of the
-    fractions has to be exact. The fractions are the fixed point of Lloyd's algorithm ("Least squares quantization
-    in PCM", 1982) for blocks of Laplace distributed values. Mean square error over the values' mean square, 2**20
-    values:
+    For drifts and gradients, with error feedback (`error_feedback` of the averagers), which sends the lost rest in
+    later rounds.
+
+    Blocks with one scale each are those of Dettmers et al., "QLoRA" (arXiv 2305.14314). The scale is the value with the
+    largest absolute value, as a bfloat16 with its sign (GGML's Q4_0 has a signed scale, too). So only one end of the
+    fractions has to be exact. The fractions are the fixed point of Lloyd's algorithm ("Least squares quantization in
+    PCM", 1982) for blocks of Laplace distributed values. Mean square error over the values' mean square, 2**20 values:
 
     | values | these | QLoRA's NF4 | E3M0 (signed powers of 2) |
     |---|---:|---:|---:|
@@ -58,10 +58,10 @@ class Blockwise4Bit(FloatCodec):
     | Laplace | 0.0111 | 0.0129 | 0.034 |
     | Student's t, 3 degrees of freedom | 0.0168 | 0.0223 | 0.027 |
 
-    With `a` the largest absolute value of the block, the error of an element is at most 0.17 a; for one below 0.1 a at
-    most 0.042 a. Zero comes back exactly, `a` up to 2**-7 a smaller, nothing larger than `a`, and a block of nothing
-    beyond 2**-100 as zeros. A value that is not finite, or beyond ±2**126, makes its whole block NaN when it is
-    decoded.
+    Let `a` be the largest absolute value of the block. The error of an element is at most 0.17 a, and at most 0.042 a
+    if the element is below 0.1 a. Zero is decoded exactly. `a` may be decoded up to 2**-7 a smaller, and no value
+    becomes larger than `a`. A block without a value beyond 2**-100 is decoded as zeros. A value that is not finite, or
+    beyond ±2**126, makes its whole block NaN when it is decoded.
 
     Payload: the scales of all blocks, bfloat16, then the codes, two in a byte. The last block may be shorter.
     """
@@ -102,16 +102,16 @@ class Blockwise4Bit(FloatCodec):
 
 
 def _compress_blocks(values: Tensor, scales: Tensor, codes: Tensor) -> None:
-    """Write the scales, bfloat16 as int16, and the codes of blocks, the rows of `values`."""
+    """Writes the scales, bfloat16 as int16, and the codes of blocks, which are the rows of `values`."""
     low, high = values.amin(1), values.amax(1)
     largest = torch.where(high >= -low, high, low)
     valid = largest.abs() <= LARGEST
     if not valid.all():
-        values = torch.where(valid[:, None], values, 0)  # what is not a number has no integer
+        values = torch.where(valid[:, None], values, 0)  # NaN converts to no integer
         largest = largest.masked_fill(~valid, torch.nan)
     largest.masked_fill_(largest.abs() < 2.0**-100, 0)
-    # To bfloat16, towards 0: so nothing comes back larger than the largest, which may be the largest of its dtype. (As
-    # integers, since torch's conversion makes other NaN with other instructions.)
+    # Rounds to bfloat16 towards 0, so that no decoded value is larger than the largest, which may be the largest of its
+    # dtype. Done on integers, because torch's conversion gives different NaN bits with different CPU instructions.
     bits = largest.view(torch.int32) >> 16
     scales.copy_(bits)
     scale = bits.bitwise_left_shift_(16).view(torch.float32)

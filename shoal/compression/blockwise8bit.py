@@ -1,4 +1,4 @@
-"""8 bits an element, finer for small values."""
+"""8 bits per element, with finer steps for small values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shoal.compression.blocks import BlockCodec
 from shoal.compression.floats import LARGEST
 
 _DECADES: Final = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_KEY_RANGE: Final = 2.0**15  # values are looked up as float16 up to this, far from where float16 is denormal
+_KEY_RANGE: Final = 2.0**15  # values are scaled up to this and looked up as float16, far from where float16 is denormal
 
 
 @functools.cache
 def dynamic_values() -> Tensor:
-    """The 256 values between -1 and 1 that codes stand for, ascending, as float32.
+    """The 256 values between -1 and 1 that the codes represent, ascending, as float32.
 
-    The dynamic tree of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (ICLR 2016), section 3: 2**i
-    values, evenly spaced, in decade i of 7, of each sign; 0; and 1.
+    They are the dynamic tree of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (ICLR 2016), section
+    3: for each sign, 2**i evenly spaced values in decade i of 7; and 0 and 1.
     """
     positive = [
         decade * (0.1 + 0.9 * (number + 0.5) / (1 << i))
@@ -35,7 +35,7 @@ def dynamic_values() -> Tensor:
 
 @functools.cache
 def _codes_by_float16() -> Tensor:
-    """The code of the nearest value for each of the 65536 float16, by its bits."""
+    """The code of the nearest value for each of the 65536 float16, indexed by its bits."""
     values = dynamic_values().double()
     borders = (values[1:] + values[:-1]) / 2
     float16 = torch.arange(1 << 16, device="cpu").to(torch.int16).view(torch.float16)
@@ -44,22 +44,25 @@ def _codes_by_float16() -> Tensor:
 
 @functools.cache
 def _pairs_of_values() -> Tensor:
-    """The two float32 that each two bytes of codes stand for, as one int64: two lookups for the price of one."""
+    """The two float32 that each two bytes of codes encode, as one int64: one lookup decodes two elements."""
     values = dynamic_values()
     return torch.stack([values.repeat(256), values.repeat_interleave(256)], dim=1).view(torch.int64).view(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockwiseQuantization(BlockCodec):
-    """Sends real floats as the nearest of 256 fixed fractions of the block's largest absolute value, finer for small
-    values: 1 byte an element and 4 a block of 1024.
+    """Sends real floats as fractions of the block's largest absolute value: the nearest of 256 fixed fractions, finer
+    for small values.
 
-    Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022), with smaller blocks and no copy of the
-    fractions on the wire. For values that span decades, such as statistics of optimizers.
+    The payload takes 1 byte per element and 4 bytes per block of 1024 elements. For values that span decades, such as
+    statistics of optimizers.
 
-    With `a` the largest absolute value of the block, the error of an element x is at most 0.0074 a; for |x| below 0.1
-    a, 0.01 a, 0.001 a it is at most 0.0015 a, 0.0003 a, 0.00006 a; and |x| below 2.7e-7 a comes back as 0, as does a
-    block of nothing beyond 2**-100. Zero and `a` itself come back exactly, `-a` as -0.993 a.
+    After Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022), with smaller blocks and without a
+    copy of the fractions in the payload.
+
+    Let `a` be the largest absolute value of the block. The error of an element x is at most 0.0074 a. For |x| below 0.1
+    a, 0.01 a and 0.001 a it is at most 0.0015 a, 0.0003 a and 0.00006 a. |x| below 2.7e-7 a is decoded as 0, and so is
+    a block without a value beyond 2**-100. Zero and `a` are decoded exactly, `-a` as -0.993 a.
     """
 
     name: ClassVar[str] = "blockwise_8bit"

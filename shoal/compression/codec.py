@@ -1,9 +1,9 @@
-"""What a compression is, and what a codec is: the compression that encodes.
+"""The interfaces of compressions and of codecs. A codec is a compression that encodes.
 
-Both are here because each needs the other: a compression chooses a codec for each tensor, and a codec is the
-compression that chooses itself. So is `PartsAndResults`, which `Compression.of` makes. `payload_of` and `elements_of`
-are what codecs are made with. They are less strict than `shoal.flat.memory_views`, since the bytes come from the
-network: these start at any address, may be read-only, and have any values.
+Both are in this file because each needs the other: a compression chooses a codec for each tensor, and a codec is the
+compression that chooses itself. `PartsAndResults`, which `Compression.of` makes, is here for the same reason. Codecs
+are built with `payload_of` and `elements_of`. These are less strict than `shoal.flat.memory_views`, because the bytes
+come from the network: they start at any address, may be read-only, and have any values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import Tensor
 from shoal.compression.info import CompressionInfo
 
 Payload = bytes | bytearray | memoryview
-"""What can be decoded."""
+"""The types of payload that can be decoded."""
 
 
 class Compression(ABC):
-    """What an option takes that says how tensors travel: a codec, or a choice of a codec for each tensor.
+    """How tensors are sent: a codec, or a choice of a codec for each tensor. Options such as ``grad_compression`` take
+    one.
 
     A compression is a value: it compares, hashes and prints by its options. `plan_codecs` gives the codecs of all
     elements of a layout.
@@ -35,12 +36,18 @@ class Compression(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """The compression with its options, as peers compare it when they join. Two specs are equal exactly when the
-        compressions are; another peer makes an equal compression of it with :func:`compression_by_spec`."""
+        """A text with the name and the options, which peers compare when they join.
+
+        Two specs are equal exactly if the compressions are equal. :func:`compression_by_spec` makes an equal
+        compression from it.
+        """
 
     @abstractmethod
     def choose_compression(self, info: CompressionInfo) -> Codec:
         """The codec for a tensor.
+
+        Args:
+            info: the tensor's key, shape, dtype, role and kind.
 
         Raises:
             ValueError: if this compression has no codec for it.
@@ -48,13 +55,14 @@ class Compression(ABC):
 
     @property
     def parts(self) -> Compression:
-        """How parts travel, from members to the reducer of a chunk: as this compression says, unless it is made by
-        `of`."""
+        """The compression of parts, which members send to the reducer of a chunk: this one, unless it was made by
+        `of`.
+        """
         return self
 
     @property
     def results(self) -> Compression:
-        """How results travel, from the reducer to all members: as this compression says, unless it is made by `of`."""
+        """The compression of results, which the reducer sends to all members: this one, unless it was made by `of`."""
         return self
 
     @staticmethod
@@ -63,8 +71,12 @@ class Compression(ABC):
 
         >>> shoal.compression.Compression.of(parts=TopK(), results=Blockwise4Bit())
 
+        Args:
+            parts: the compression of parts, which members send to the reducer of a chunk.
+            results: the compression of results, the averages that the reducer sends to all members.
+
         Raises:
-            ValueError: if one of them is no compression, or made by `of` itself.
+            ValueError: if one of them is no compression, or was made by `of` itself.
         """
         made = PartsAndResults(parts, results)
         return parts if parts == results else made
@@ -73,13 +85,17 @@ class Compression(ABC):
 @dataclass(frozen=True, slots=True)
 class PartsAndResults(Compression):
     """One compression for parts, which members send to the reducer of a chunk, and another for results, the averages
-    that come back. Made by :meth:`Compression.of`.
+    that it sends back. Made by :meth:`Compression.of`.
 
-    Only rounds have both, so it can't be what a state is downloaded with. Each of the two may be adaptive; it can't be
-    an option of an adaptive compression itself.
+    Only rounds have parts and results, so no state can be downloaded with it. Each of the two may be adaptive. It can't
+    be an option of an adaptive compression.
 
     Args:
-        for_parts, for_results: the compressions.
+        for_parts: the compression of parts, which members send to the reducer of a chunk.
+        for_results: the compression of results, the averages that the reducer sends back.
+
+    Raises:
+        ValueError: if one of them is no compression, or is a `PartsAndResults` itself.
     """
 
     name: ClassVar[str] = "parts_and_results"
@@ -98,16 +114,16 @@ class PartsAndResults(Compression):
 
     @property
     def parts(self) -> Compression:
-        """How parts travel."""
+        """The compression of parts."""
         return self.for_parts
 
     @property
     def results(self) -> Compression:
-        """How results travel."""
+        """The compression of results."""
         return self.for_results
 
     def choose_compression(self, info: CompressionInfo) -> Codec:
-        """Never a codec, since there are two.
+        """Always raises, because there are two codecs for each tensor.
 
         Raises:
             ValueError: always.
@@ -122,21 +138,21 @@ class Codec(Compression):
     """How a chunk becomes bytes and back.
 
     A codec is a value: subclasses are frozen dataclasses whose fields are their options, so they compare, hash and
-    print by them. Encoding and decoding may run in any thread. A subclass implements `encoded_nbytes`, `_encode` and
-    `_decode`; this class checks what goes in.
+    print by them. Encoding and decoding may run on any thread. A subclass implements `encoded_nbytes`, `_encode` and
+    `_decode`; this class checks their arguments.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
-    """What the codec is called on the wire and in :func:`codec_by_name`. Never changes once released."""
+    """The codec's name on the wire and in :func:`codec_by_name`. Never changes once released."""
 
     lossy: ClassVar[bool]
-    """Whether decoding may give other values than were encoded."""
+    """Whether decoded values may differ from the encoded ones."""
 
     @property
     def spec(self) -> str:
-        """The codec with its options, as peers compare it when they join: the name, for a codec without options."""
+        """The name, for a codec without options; with options, a JSON array of the name and the options."""
         return self.name
 
     def choose_compression(self, info: CompressionInfo) -> Codec:
@@ -148,11 +164,17 @@ class Codec(Compression):
         """The exact size in bytes of the payload of a chunk of ``numel`` elements of ``dtype``."""
 
     def encode(self, chunk: Tensor) -> memoryview:
-        """The chunk's payload, ``encoded_nbytes(chunk.numel(), chunk.dtype)`` bytes of format ``"B"``.
+        """Encodes a chunk.
 
-        The payload keeps its memory alive. That memory may be the chunk's own (see the codec): then the chunk must not
-        be written before the last user of the payload, such as a transport, is done with it. Nobody writes to the
+        The payload keeps its memory alive. That memory may be the chunk's own (see the codec). Then the chunk must not
+        be written before the last user of the payload, such as a transport, has finished. Nobody may write to the
         payload.
+
+        Args:
+            chunk: a 1-D contiguous CPU tensor of any dtype.
+
+        Returns:
+            The payload: ``encoded_nbytes(chunk.numel(), chunk.dtype)`` bytes, as a memoryview of format ``"B"``.
 
         Raises:
             ValueError: if the chunk is not a 1-D contiguous CPU tensor.
@@ -165,17 +187,23 @@ class Codec(Compression):
         return self._encode(chunk)
 
     def decode(self, payload: Payload, dtype: torch.dtype, numel: int) -> Tensor:
-        """The ``numel`` elements of a chunk of ``dtype``, as a 1-D CPU tensor, from bytes that anyone may have sent.
+        """Decodes a payload, which anyone may have sent.
 
-        ``payload`` is ``bytes``, a ``bytearray``, or a contiguous ``memoryview`` of any format.
+        Args:
+            payload: ``bytes``, a ``bytearray``, or a contiguous ``memoryview`` of any format.
+            dtype: the dtype of the chunk that was encoded.
+            numel: the number of its elements.
 
-        The tensor is meant to be read once, in ``sum.add_(decoded, alpha=weight)`` or ``out.copy_(decoded)``, and has
-        the dtype in which these are fastest: not always ``dtype``. It may share memory with ``payload``, and keeps it
-        alive: write to neither. The values are not judged: they can be NaN or infinite.
+        Returns:
+            A 1-D CPU tensor of ``numel`` elements. It is meant to be read once, in ``sum.add_(decoded, alpha=weight)``
+            or ``out.copy_(decoded)``, and has the dtype in which these are fastest, which is not always ``dtype``. It
+            may share memory with ``payload``, and keeps it alive: write to neither. The values are not checked: they
+            can be NaN or infinite.
 
         Raises:
             TypeError: if the payload is not bytes-like.
-            ValueError: if it is not of exactly ``encoded_nbytes(numel, dtype)`` bytes, or nobody can have encoded it.
+            ValueError: if the payload does not have exactly ``encoded_nbytes(numel, dtype)`` bytes, or if no encoder
+                can have made it.
         """
         view = memoryview(payload)
         expected = self.encoded_nbytes(numel, dtype)
@@ -187,15 +215,15 @@ class Codec(Compression):
 
     @abstractmethod
     def _encode(self, chunk: Tensor) -> memoryview:
-        """`encode` for a chunk that is checked."""
+        """`encode` for a chunk that has been checked."""
 
     @abstractmethod
     def _decode(self, payload: memoryview, dtype: torch.dtype, numel: int) -> Tensor:
-        """`decode` for a payload of format ``"B"`` whose size is checked."""
+        """`decode` for a payload of format ``"B"`` whose size has been checked."""
 
 
 def payload_of(chunk: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, shared and kept alive by the memoryview."""
+    """The memory of a contiguous CPU tensor as bytes. The memoryview shares this memory and keeps it alive."""
     nbytes = chunk.numel() * chunk.element_size()
     if nbytes == 0:  # a memoryview of zero ctypes elements cannot be cast to bytes
         return memoryview(b"")
@@ -205,11 +233,11 @@ def payload_of(chunk: Tensor) -> memoryview:
 
 
 def elements_of(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """The elements in a payload as a 1-D tensor: a view of it where that is possible, else a copy.
+    """The elements in a payload as a 1-D tensor: a view of the payload if possible, else a copy.
 
-    Copied are a payload that is not aligned to the element's size (loads from such addresses are undefined in
-    C++), one that is read-only (torch has no read-only tensors), and ``torch.bool``, where any byte but 0 counts as
-    true (what torch computes with bytes other than 0 and 1 is undefined).
+    It copies in three cases: a payload that is not aligned to the element's size (loads from such addresses are
+    undefined in C++); a payload that is read-only (torch has no read-only tensors); and ``torch.bool``, where any byte
+    but 0 counts as true (torch's results for bytes other than 0 and 1 are undefined).
     """
     if payload.nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""What the lossy codecs of real floats have in common."""
+"""The common base of the lossy codecs for real floats."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shoal.compression.codec import Codec, elements_of, payload_of
 REAL_FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 LARGEST: Final = 2.0**126
-"""Beyond this a value counts as overflown, like infinity; below it, differences and sums of two are finite."""
+"""A larger absolute value counts as overflow, like infinity. Sums and differences of two smaller ones are finite."""
 
 
 class FloatCodec(Codec):
     """A lossy codec of real floats.
 
-    A chunk of another dtype (integers, booleans, complex) is sent as it is, as by `NoCompression`, and so is one whose
-    payload would not be smaller: a codebook is larger than the smallest chunks. What is compressed is read as float32
-    and decoded to float32, whatever the dtype.
+    A chunk of another dtype (integers, booleans, complex) is sent unchanged, as by `NoCompression`. So is a chunk whose
+    payload would not be smaller: a codebook is larger than the smallest chunks. Values are converted to float32 before
+    compression and decoded to float32, whatever the dtype.
 
-    The bytes are the same on every machine and with any number of threads: they come from operations whose results do
-    not depend on the order or on the width of vector instructions (products and differences rounded once, extremes,
-    sums of integers). So digests of payloads can be compared.
+    The bytes are the same on every machine and with any number of threads. They come from operations whose results do
+    not depend on the order of operands or on the width of vector instructions (products and differences rounded once,
+    extremes, sums of integers). So digests of payloads can be compared.
 
     A subclass implements the methods below.
     """
@@ -35,7 +35,7 @@ class FloatCodec(Codec):
     lossy: ClassVar[bool] = True
 
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The size of the compressed payload, or that of the elements if it is not larger or they are no floats."""
+        """The smaller of the compressed size and the plain size; the plain size if the elements are no real floats."""
         plain = numel * dtype.itemsize
         return min(plain, self._compressed_nbytes(numel)) if dtype in REAL_FLOATS else plain
 
@@ -56,11 +56,11 @@ class FloatCodec(Codec):
 
     @abstractmethod
     def _compressed_nbytes(self, numel: int) -> int:
-        """The size in bytes of the compressed payload of so many elements."""
+        """The size in bytes of the compressed payload of this many elements."""
 
     @abstractmethod
     def _compress(self, values: Tensor, payload: Tensor) -> None:
-        """Write the payload, uint8, of these float32 values, which are only read; there is at least one."""
+        """Writes the payload, uint8, of these float32 values, at least one. Only reads the values."""
 
     @abstractmethod
     def _extract(self, payload: memoryview, numel: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a choice of codec can depend on."""
+"""The properties of a tensor by which a codec can be chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class TensorRole(enum.Enum):
-    """What a tensor is to the training."""
+    """The role of a tensor in training."""
 
     ACTIVATION = "activation"
     PARAMETER = "parameter"
@@ -22,14 +22,14 @@ class TensorRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CompressionInfo:
-    """A tensor as a choice of codec sees it.
+    """The properties of a tensor by which a codec is chosen.
 
     Attributes:
         key: its name or position, as in :class:`~shoal.compression.PerTensorCompression`.
         shape: its shape.
-        dtype: of its elements.
-        role: what it is to the training.
-        kind: of its values, among those of its role: the name of a statistic, for example.
+        dtype: the dtype of its elements.
+        role: its role in training. Default: unspecified.
+        kind: the kind of its values, among tensors of its role, for example the name of a statistic. Default: "".
     """
 
     key: str | int
@@ -42,10 +42,10 @@ class CompressionInfo:
     def from_tensor(
         tensor: torch.Tensor, key: str | int = 0, role: TensorRole = TensorRole.UNSPECIFIED, kind: str = ""
     ) -> CompressionInfo:
-        """What there is to know of a tensor."""
+        """The properties of ``tensor``, with this key, role and kind."""
         return CompressionInfo(key, tuple(tensor.shape), tensor.dtype, role, kind)
 
     @property
     def numel(self) -> int:
-        """How many elements the tensor has."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)

@@ -1,4 +1,4 @@
-"""Values of one kind among others."""
+"""Codecs that keep values of one kind apart from others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from shoal.compression.codec import Codec
 
 @dataclass(frozen=True, slots=True)
 class KindCodec(Codec):
-    """A codec for values of one kind. It does what the codec does, but is not equal to it: so the values of each kind
-    in a chunk are encoded by themselves, and those of quite different size share no block and no codebook.
+    """A codec for values of one kind. It does the same as ``codec``, but is not equal to it.
+
+    So the values of each kind in a chunk are encoded separately, and values of very different sizes share no block and
+    no codebook.
 
     Args:
-        codec: which encodes.
+        codec: the codec that encodes.
         kind: the number of the kind; see :func:`shoal.compression.plan_codecs`.
     """
 
@@ -24,17 +26,17 @@ class KindCodec(Codec):
     kind: int
 
     @property
-    def name(self) -> str:  # type: ignore[override]  # of the codec that it holds
-        """That of the codec, a point, and the number of the kind."""
+    def name(self) -> str:  # type: ignore[override]  # depends on the inner codec
+        """The name of the codec, a dot, and the number of the kind."""
         return f"{self.codec.name}.{self.kind}"
 
     @property
     def lossy(self) -> bool:  # type: ignore[override]
-        """As the codec."""
+        """Whether the codec is lossy."""
         return self.codec.lossy
 
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """As the codec."""
+        """The size that the codec gives."""
         return self.codec.encoded_nbytes(numel, dtype)
 
     def _encode(self, chunk: Tensor) -> memoryview:

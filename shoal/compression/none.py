@@ -1,4 +1,4 @@
-"""The codec that changes nothing."""
+"""The codec that sends elements unchanged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal.compression.codec import Codec, elements_of, payload_of
 
 @dataclass(frozen=True, slots=True)
 class NoCompression(Codec):
-    """Sends elements of any dtype as they are in memory (little-endian, as on every platform that torch runs on).
+    """Sends elements of any dtype as they are in memory (little-endian, as on every platform of torch).
 
-    Encoding copies nothing: the payload is the chunk's own memory. Decoding gives a view of the payload; it copies only
-    a payload that is read-only or not aligned to the element's size, and booleans.
+    Encoding does not copy: the payload is the chunk's own memory. Decoding gives a view of the payload. It copies only
+    booleans, and payloads that are read-only or not aligned to the element's size.
     """
 
     name: ClassVar[str] = "none"

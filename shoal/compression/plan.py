@@ -1,12 +1,12 @@
-"""Which codec is for which elements of flat buffers.
+"""The plan of codecs: which codec encodes which elements of flat buffers.
 
 Chunks are cut without regard to tensors, so a chunk may hold several tensors that have different codecs. Such a chunk
-has a codec of its own, which encodes piece by piece. So a round cuts chunks as always, and asks once per chunk::
+gets a codec that encodes piece by piece. A round cuts chunks as always, and asks once per chunk::
 
     plan = plan_codecs(compression, layout, TensorRole.GRADIENT)
     codecs = [plan.codec_of(chunk.buffer, chunk.start, chunk.stop) for chunk in chunks]
 
-(Cutting chunks at the borders of tensors instead would make a message of every small tensor between large ones.)
+(If chunks were cut at the borders of tensors, every small tensor between large ones would be a message of its own.)
 """
 
 from __future__ import annotations
@@ -54,21 +54,24 @@ class _Buffer(Protocol):
 
 
 class FlatLayout(Protocol):
-    """Where tensors lie in flat buffers, such as ``shoal.flat.Layout``: in each buffer one after the other, in order,
-    with or without padding between them."""
+    """Where tensors lie in flat buffers, such as ``shoal.flat.Layout``: one after the other, in order, with or without
+    padding between them.
+    """
 
     @property
     def buffers(self) -> Sequence[_Buffer]:
-        """Each with ``dtype`` and ``numel``."""
+        """The buffers, each with ``dtype`` and ``numel``."""
 
     @property
     def entries(self) -> Sequence[_Entry]:
-        """Each with its ``buffer``'s number, its ``span`` there (``start``, ``stop``) and its ``shape``."""
+        """The tensors, each with the number of its ``buffer``, its ``span`` there (``start``, ``stop``) and its
+        ``shape``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSpan:
-    """Elements [start, stop) of flat buffer number `buffer`, and their codec."""
+    """The elements [start, stop) of flat buffer number `buffer`, and their codec."""
 
     buffer: int
     start: int
@@ -78,7 +81,7 @@ class CodecSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The pieces of a chunk that have the same codec: their numbers and sizes, and all their elements."""
+    """The pieces of a chunk that have the same codec: their numbers, their sizes, and the sum of their sizes."""
 
     codec: Codec
     numbers: tuple[int, ...]
@@ -88,15 +91,14 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseCodec(Codec):
-    """The codec of a chunk whose consecutive pieces have codecs of their own. Made by :meth:`CodecPlan.codec_of`; fits
-    chunks of one size only.
+    """The codec of a chunk whose consecutive pieces have codecs of their own. Made by :meth:`CodecPlan.codec_of`.
 
-    The pieces of one codec are joined and encoded as one, so that many small tensors cost no more calls than two, and
-    share their codebooks. The payloads follow one another in the order in which their codecs first occur, each filled
-    up to a multiple of 8 bytes.
+    It fits chunks of one size only. The pieces of one codec are joined and encoded together, so many small tensors cost
+    no more calls than two, and share their codebooks. The payloads of the codecs follow one another in the order in
+    which the codecs first occur, each padded to a multiple of 8 bytes.
 
     Attributes:
-        pieces: number of elements and codec of each.
+        pieces: the number of elements and the codec of each piece.
     """
 
     name: ClassVar[str] = "piecewise"
@@ -114,20 +116,20 @@ class PiecewiseCodec(Codec):
         object.__setattr__(self, "_groups", tuple(groups))
 
     @property
-    def lossy(self) -> bool:  # type: ignore[override]  # of a plan, not of the class
-        """Whether one of the pieces is."""
+    def lossy(self) -> bool:  # type: ignore[override]  # depends on the pieces
+        """Whether the codec of any piece is lossy."""
         return any(group.codec.lossy for group in self._groups)
 
     @property
     def spec(self) -> str:
-        """The sizes and codecs of the pieces; for messages, not to be parsed."""
+        """The sizes and codecs of the pieces, for messages. It can't be parsed."""
         return f"piecewise({', '.join(f'{numel} {codec.spec}' for numel, codec in self.pieces)})"
 
     def encoded_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The sum over the codecs.
+        """The sum of the codecs' payload sizes, with padding.
 
         Raises:
-            ValueError: if the chunk is not as large as the pieces together.
+            ValueError: if ``numel`` is not the total size of the pieces.
         """
         if numel != sum(group.numel for group in self._groups):
             raise ValueError(f"{self.spec:.200} is not for a chunk of {numel} elements")
@@ -170,10 +172,11 @@ class CodecPlan:
     """The codecs of all elements of some flat buffers. Made by :func:`plan_codecs`.
 
     Attributes:
-        spans: cover every buffer, in order, without gaps; neighbours in a buffer have different codecs. Padding goes
-            with the tensor before it; what is before or without a tensor is not compressed.
-        buffers: how many there are, empty ones too.
-        spans_of_results: the same of results, in a round, where these have other codecs than parts; otherwise None.
+        spans: cover every buffer, in order, without gaps. Neighbours in a buffer have different codecs. Padding has the
+            codec of the tensor before it. Elements before the first tensor, and buffers without tensors, are not
+            compressed.
+        buffers: the number of buffers, empty ones included.
+        spans_of_results: the spans for the results of a round, if results have other codecs than parts; otherwise None.
     """
 
     spans: tuple[CodecSpan, ...]
@@ -182,7 +185,7 @@ class CodecPlan:
 
     @staticmethod
     def of(layout: FlatLayout, codecs: Sequence[Codec]) -> CodecPlan:
-        """The plan that gives each tensor of the layout, in order, its codec.
+        """The plan that gives the tensors of the layout, in order, these codecs.
 
         Raises:
             ValueError: if there is not one codec for each tensor.
@@ -203,7 +206,7 @@ class CodecPlan:
         return CodecPlan(tuple(span for span in spans if span.start < span.stop), len(layout.buffers))
 
     def __add__(self, other: CodecPlan) -> CodecPlan:
-        """The plan of this one's buffers, followed by the other's."""
+        """The plan for this one's buffers, followed by the other's."""
 
         def moved(spans: Sequence[CodecSpan]) -> tuple[CodecSpan, ...]:
             return tuple(replace(span, buffer=self.buffers + span.buffer) for span in spans)
@@ -215,7 +218,7 @@ class CodecPlan:
 
     @property
     def results(self) -> CodecPlan:
-        """The plan of results: this one, unless they have other codecs than parts."""
+        """The plan for results: this one, unless results have other codecs than parts."""
         return self if self.spans_of_results is None else CodecPlan(self.spans_of_results, self.buffers)
 
     @property
@@ -224,7 +227,8 @@ class CodecPlan:
         return any(span.codec.lossy for span in (*self.spans, *(self.spans_of_results or ())))
 
     def codec_of(self, buffer: int, start: int, stop: int) -> Codec:
-        """The codec of a chunk, elements [start, stop) of a buffer; in a round, that of its parts.
+        """The codec of a chunk, the elements [start, stop) of a buffer. In a round, it is the codec of the chunk's
+        parts.
 
         Raises:
             ValueError: if the chunk is empty or not within the buffer.
@@ -249,23 +253,26 @@ def plan_codecs(
 ) -> CodecPlan:
     """Chooses a codec for every element of the flat buffers of a layout. Equal arguments give equal plans on all peers.
 
-    Scalars (tensors of shape ``()``) are never compressed, whatever the compression is: nothing would be gained, and
-    optimizers keep the counts of their steps in them. Statistics of optimizers are encoded so that positive values stay
-    positive (see ``shoal.compression.statistic``). Tensors of different roles or kinds share no blocks and no
-    codebooks; tensors of one kind do.
+    Scalars (tensors of shape ``()``) are never compressed, whatever the compression: compressing them saves nothing,
+    and optimizers keep the counts of their steps in them. Statistics of optimizers are encoded so that positive values
+    stay positive (see ``shoal.compression.statistic``). Tensors of one role and kind share blocks and codebooks;
+    tensors of different roles or kinds do not.
 
     Args:
-        compression: what chooses the codecs.
+        compression: chooses the codecs.
         layout: where the tensors lie.
-        roles: one role for all tensors, or one for each.
-        keys: the key of each tensor; by default its position in the layout.
-        exact: positions of further tensors that are never compressed.
-        kinds: the kind of each tensor, such as the name of a statistic; by default all tensors of a role are of one
-            kind.
+        roles: one role for all tensors, or one for each. Default: unspecified.
+        keys: the key of each tensor; None (the default) for its position in the layout.
+        exact: positions of further tensors that are never compressed. Default: none.
+        kinds: the kind of each tensor, such as the name of a statistic; None (the default) if all tensors of a role are
+            of one kind.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: if there is not one role, one key and one kind for each tensor, or the compression has no codec for
-            a tensor.
+        ValueError: if there is not one role, one key and one kind for each tensor, or if the compression has no codec
+            for a tensor.
     """
     if compression.parts is not compression.results:
         parts = plan_codecs(compression.parts, layout, roles, keys, exact, kinds)

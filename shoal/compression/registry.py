@@ -1,4 +1,4 @@
-"""The compressions that a peer may name on the wire."""
+"""The compressions that peers may name on the wire."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SPEC: Final = 1 << 20
 """Characters of the longest spec that is read."""
 
 MAX_DEPTH: Final = 4
-"""How deep compressions with options may be nested in a spec."""
+"""The deepest nesting of compressions with options in a spec."""
 
 _CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
@@ -42,11 +42,13 @@ _NAME: Final = re.compile(r"(?P<statistic>statistic\.)?(?P<codec>\w+)(\.(?P<kind
 
 
 def codec_by_name(name: str) -> Codec:
-    """The codec of that wire name, for names that arrive from the network: those of lossy codecs may have "statistic."
-    before them (`StatisticCodec`), and after that a point and the number of a kind behind them (`KindCodec`).
+    """The codec with this wire name, for names that arrive from the network.
+
+    The name of a lossy codec may have the prefix "statistic." (`StatisticCodec`), and after it a dot and the number of
+    a kind (`KindCodec`).
 
     Raises:
-        ValueError: for an unknown name; lists the known ones.
+        ValueError: if the name is unknown. The message lists the known names.
     """
     parts = _NAME.fullmatch(name)
     codec = _CODECS.get(parts["codec"]) if parts else None
@@ -60,9 +62,13 @@ def codec_by_name(name: str) -> Codec:
 def check_for_state(option: str, compression: Compression) -> Compression:
     """Returns the compression of an option that says how a state is downloaded.
 
+    Args:
+        option: the option's name, for the message.
+        compression: its value.
+
     Raises:
-        ValueError: that names the option, if the compression has parts and results, or is a codec with options, which
-            a manifest can't say.
+        ValueError: if the compression has parts and results, or is a codec with options, which a manifest can't
+            express. The message names the option.
     """
     if compression.parts is not compression.results:
         raise ValueError(f"{option} has parts and results (Compression.of), and a state has neither: give one for both")
@@ -75,10 +81,11 @@ def check_for_state(option: str, compression: Compression) -> Compression:
 
 
 def compression_by_spec(spec: str) -> Compression:
-    """The compression whose `spec` that is, adaptive or not, for specs that arrive from the network.
+    """The compression with this `spec`, adaptive or not, for specs that arrive from the network.
 
     Raises:
-        ValueError: that says what is wrong with it.
+        ValueError: if the spec is longer than `MAX_SPEC`, nested deeper than `MAX_DEPTH`, or malformed. The message
+            says what is wrong.
     """
     if len(spec) > MAX_SPEC:
         raise ValueError(f"a spec of {len(spec)} characters; at most {MAX_SPEC} are allowed")

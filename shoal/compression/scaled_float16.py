@@ -1,4 +1,4 @@
-"""Half-precision floats of what is left after the mean."""
+"""Half-precision floats of the differences from the mean."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from torch import Tensor
 
 from shoal.compression.blocks import BlockCodec
 
-_SAMPLES: Final = 256  # of which the mean is taken; times 2**14, the largest in scales, is exact in float32
-_EXPONENT: Final = 0xFF << 23  # of the bits of a float32; without the others it is a power of two, or infinity
-_SCALE: Final = 2.0**-13  # of the largest absolute value, so that distances are at most 2**15 scales
+# number of elements of which the mean is taken; times 2**14, the largest in scales, it is exact in float32
+_SAMPLES: Final = 256
+# the exponent bits of a float32; without the other bits it is a power of two, or infinity
+_EXPONENT: Final = 0xFF << 23
+_SCALE: Final = 2.0**-13  # times the largest absolute value, so that distances are at most 2**15 scales
 _SMALLEST_SCALE: Final = 2.0**-125
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledFloat16Compression(BlockCodec):
-    """Sends real floats as float16 after taking away their mean and scaling them into float16's range: 2 bytes an
-    element and 8 a block of 2048. For values that are far from 0 and near each other, or too small or too large for
-    float16. Elements of float16 and bfloat16 are sent as they are: they are no larger.
+    """Subtracts the mean from real floats, scales them into float16's range, and sends them as float16.
 
-    The mean is that of 256 elements of a block, the first 128 of each half, rounded to the scale. (That of all would
-    take a quarter of the time of encoding, and lessen the mean square error of evenly mixed values by 0.3%.) The scale
-    is a power of two, so it adds no error: 2**-14 to 2**-13 of the largest absolute value, or 2**-125 if that is
-    larger. The error of an element is at most 2**-11 of its distance from that mean, plus 2**-22 of the largest
-    absolute value of its block, plus 2**-149. A constant block of more than 2**-100 comes back exactly. Values beyond
-    ±2**126 may come back infinite or NaN; one that is not finite makes its block so.
+    The payload takes 2 bytes per element and 8 bytes per block of 2048 elements. For values that are far from 0 and
+    near each other, or too small or too large for float16. Elements of float16 and bfloat16 are sent unchanged, because
+    they are no larger.
+
+    The mean is taken of 256 elements of a block, the first 128 of each half, and rounded to the scale. (The mean of all
+    elements would take a quarter of the time of encoding, and reduce the mean square error of evenly mixed values by
+    0.3%.) The scale is a power of two, so it adds no error. It is 2**-14 to 2**-13 of the largest absolute value, but
+    at least 2**-125. The error of an element is at most 2**-11 of its distance from that mean, plus 2**-22 of the
+    largest absolute value of its block, plus 2**-149. A constant block of more than 2**-100 is decoded exactly. Values
+    beyond ±2**126 may be decoded as infinite or NaN. A value that is not finite makes its whole block infinite or NaN.
     """
 
     name: ClassVar[str] = "scaled_float16"
@@ -38,7 +42,7 @@ class ScaledFloat16Compression(BlockCodec):
     def _compress_blocks(self, values: Tensor, statistics: Tensor, codes: Tensor) -> None:
         scale = torch.maximum(values.amin(1, keepdim=True).neg_(), values.amax(1, keepdim=True))
         scale.mul_(_SCALE).clamp_(min=_SMALLEST_SCALE).view(torch.int32).bitwise_and_(_EXPONENT)
-        inverse = scale.reciprocal()  # exact; 0 if the scale is infinite, since a value is infinite or NaN
+        inverse = scale.reciprocal()  # exact; 0 if the scale is infinite, which means that a value is infinite or NaN
         mean = _mean(_sample(values) * inverse).mul_(scale)
         torch.cat((mean, scale), 1, out=statistics)
         codes.copy_(torch.sub(values, mean).mul_(inverse))
@@ -49,7 +53,7 @@ class ScaledFloat16Compression(BlockCodec):
 
 
 def _sample(values: Tensor) -> Tensor:
-    """At most _SAMPLES of each row, of its halves if it is a whole block."""
+    """At most _SAMPLES elements of each row; if the row is a whole block, half of them from each half."""
     rows, numel = values.shape
     if numel == ScaledFloat16Compression.block:
         return values.view(rows, 2, -1)[:, :, : _SAMPLES // 2].reshape(rows, -1)
@@ -57,5 +61,5 @@ def _sample(values: Tensor) -> Tensor:
 
 
 def _mean(samples: Tensor) -> Tensor:
-    """Of each row, rounded to integers, whose sum is exact and so the same in any order."""
+    """The mean of each row. The samples are rounded to integers, whose sum is exact and so the same in any order."""
     return samples.round_().sum(1, keepdim=True).div_(samples.shape[1])

@@ -1,4 +1,4 @@
-"""Statistics of optimizers, where what counts is how much too large or too small a value is."""
+"""A codec for statistics of optimizers, where the relative error of a value matters."""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from torch import Tensor
 from shoal.compression.codec import Codec, elements_of, payload_of
 from shoal.compression.floats import FloatCodec
 
-_OCTAVE: Final = 1 << 23  # between the bits of a float32 and those of its double
+_OCTAVE: Final = 1 << 23  # the difference between the bits of 2x and those of x, in float32
 _OCTAVES: Final = 64
 _HEADER: Final = 4
-_SIGNED: Final = -1  # instead of the largest value
+_SIGNED: Final = -1  # the header, if the values themselves are encoded; otherwise it is the largest value
 _LARGEST: Final = 0x7F7FFFFF  # the bits of the largest finite float32
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticCodec(FloatCodec):
-    """Sends a chunk that has no negative value and is finite by its logarithms, encoded by another codec; every other
-    chunk as that codec does. 4 bytes more than that.
+    """Sends the logarithms of a chunk that is finite and has no negative value, encoded by another codec. Any other
+    chunk is sent as that codec does. The payload takes 4 bytes more than that codec's.
 
-    Optimizers divide by the roots of such statistics: one that comes back as 0 makes an explosion of a step, and one
-    that is a little too large only a smaller step. With logarithms it is the quotient that has the codec's error. The
-    logarithm here is the number that the bits of a float32 are, over 2**23: to base 2, but linear between the powers of
-    2; exact, monotone, and the same on every machine, as is the way back. What is encoded is how many octaves a value
-    is below the largest of the chunk. (As that moves from round to round, so do the values that codes stand for. Else a
-    statistic that decays by less than half a code between two rounds would stay where it is.)
+    Optimizers divide by the roots of such statistics. A statistic that is decoded as 0 makes a step explode; one that
+    is decoded a little too large only makes the step smaller. With logarithms, the codec's error applies to the
+    quotient of the decoded value and the true one. The logarithm used here is the bits of a float32, read as an
+    integer, over 2**23. It is the logarithm to base 2 at powers of 2, and linear between them. It and its inverse are
+    exact, monotone and the same on every machine. The encoded number of a value is its distance: how many octaves it is
+    below the largest value of the chunk. (The largest value changes from round to round, and with it the values that
+    the codes represent. With fixed values, a statistic that decays by less than half a code between two rounds would
+    never change.)
 
-    What was positive comes back positive. What is less than 2**-64 of the largest value, or than the smallest positive
-    one (zeros, then), is sent as the larger of these two; a chunk of zeros as the codec does. Apart from that, where
-    the codec has an error of e for a distance, e up to 1, the quotient of what comes back and what was sent is at most
-    1 + e and at least 1 / (1 + e). With d the distance, at most 64 octaves, and in the chunk or block D the largest one
-    and r their range, e is 2**-11 d for `Float16Compression`, 2**-11 r for `ScaledFloat16Compression`, r / 508 for
-    `Uniform8BitQuantization` and 0.0074 D (or less, see there) for `BlockwiseQuantization`, each plus 2**-16; for
-    `Quantile8BitQuantization` it is the width of the bin.
+    Positive values are decoded as positive. A value below a floor is sent as the floor: the larger of 2**-64 of the
+    largest value and the smallest positive value (which raises zeros). A chunk of zeros is sent as the codec does. For
+    all other values: if the codec has an error of e for a distance, e up to 1, the quotient of the decoded value and
+    the true one is at most 1 + e and at least 1 / (1 + e). Let d be the distance, at most 64 octaves; D the largest
+    distance in the chunk or block; and r the range of distances there. Then e is 2**-11 d for `Float16Compression`,
+    2**-11 r for `ScaledFloat16Compression`, r / 508 for `Uniform8BitQuantization` and 0.0074 D (or less, see there) for
+    `BlockwiseQuantization`, each plus 2**-16. For `Quantile8BitQuantization` it is the width of the bin.
 
     Args:
-        codec: which encodes the logarithms.
+        codec: encodes the logarithms.
     """
 
     codec: Codec
 
     @property
-    def name(self) -> str:  # type: ignore[override]  # of the codec that it holds
-        """``statistic.`` and that of the codec."""
+    def name(self) -> str:  # type: ignore[override]  # depends on the inner codec
+        """``statistic.`` and the name of the codec."""
         return f"statistic.{self.codec.name}"
 
     def _compressed_nbytes(self, numel: int) -> int:
@@ -72,6 +74,6 @@ class StatisticCodec(FloatCodec):
         decoded = self.codec.decode(payload[_HEADER:], torch.float32, numel).float()
         if largest == _SIGNED:
             return decoded
-        # Nobody can send what is not a positive number when it is decoded.
+        # Whatever bytes a peer sends, the decoded values are positive numbers.
         below = decoded.clamp(0.0, _OCTAVES + 1.0).nan_to_num_(0.0).mul_(_OCTAVE).int()
         return below.neg_().add_(min(max(largest, 1), _LARGEST)).clamp_(min=1).view(torch.float32)

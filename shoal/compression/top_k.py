@@ -1,4 +1,4 @@
-"""The largest values only."""
+"""A codec that sends only the largest values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shoal.compression.codec import elements_of
 from shoal.compression.floats import LARGEST, FloatCodec
 from shoal.compression.info import CompressionInfo, TensorRole
 
-_SWEEPS: Final = 4  # of Lloyd's algorithm: a fifth changes nothing that can be measured
+_SWEEPS: Final = 4  # sweeps of Lloyd's algorithm: a fifth changes nothing measurable
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Chunks of equal size, one after the other: how many, of how many elements, and how many of these are sent."""
+    """Chunks of equal size, one after the other: their number, the elements of each, and how many of these are sent."""
 
     count: int
     size: int
@@ -27,35 +27,38 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class TopK(FloatCodec):
-    """Sends, of each `chunk` real floats, the `k` with the largest absolute values, and these in a few bits; the others
-    come back as zeros. With the defaults that is 120 bytes for 4096 elements, 1/136.5 of float32.
+    """Sends, of each `chunk` real floats, only the `k` with the largest absolute values, in a few bits each. The others
+    are decoded as zeros.
 
-    For parts of drifts, with error feedback (`error_feedback` of the averagers): without it nearly everything is lost.
-    The mean of n such parts has up to n times as many values, so a result needs another codec, which
-    ``Compression.of(parts=TopK(), results=…)`` gives it: `Blockwise4Bit()`, or `TopK(k=64 * n)` for few peers. A `TopK`
-    alone is for both; a result then has as many values as one part, and most of each part comes late. Parameters and
-    statistics can't be sent by it.
+    With the defaults the payload takes 120 bytes per 4096 elements: 1/136.5 of float32.
 
-    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv 2508.15706): chunks, k and bits are
-    theirs. Here a value is sent as its sign and the nearest of 2**(bits - 1) magnitudes, which are chosen for each
-    chunk by Lloyd's algorithm, and of equal values the first are sent. In a chunk of fewer than k values that are not
-    zero, one magnitude is zero (unless `bits` is 1). Same numbers give the same bytes on every
-    machine: indices are chosen as integers, and means are summed one value after the other.
+    For parts of drifts, with error feedback (`error_feedback` of the averagers); without it nearly everything is lost.
+    The mean of n such parts has up to n times as many values, so results need another codec:
+    ``Compression.of(parts=TopK(), results=…)`` with `Blockwise4Bit()`, or with `TopK(k=64 * n)` for few peers. A `TopK`
+    alone is used for both. A result then has as many values as one part, and most of each part arrives in later rounds.
+    Parameters and statistics can't be sent by it.
+
+    Chunks, k and bits are those of Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv
+    2508.15706). Here a value is sent as its sign and the nearest of 2**(bits - 1) magnitudes, which Lloyd's algorithm
+    chooses for each chunk. Of equal values the first are sent. If a chunk has fewer than k nonzero values, one
+    magnitude is zero (unless `bits` is 1). The same numbers give the same bytes on every machine: indices are chosen by
+    integer comparisons, and means are summed in order.
 
     A value that is not finite, or beyond ±2**126, makes its whole chunk NaN when it is decoded.
 
-    Payload: the magnitudes of all chunks, float32; the indices of all chunks, ascending in each, of as many bits as
-    count to `chunk`; the codes of all values, of `bits` bits, where an odd one is negative. Bits are filled from the
-    lowest, each of the three up to a whole byte. The last chunk may be shorter: of n elements, it sends n k / `chunk`,
-    rounded up.
+    Payload: the magnitudes of all chunks, float32; then the indices of all chunks, ascending in each, with as many bits
+    as numbers below `chunk` need; then the codes of all values, `bits` bits each, where an odd code is negative. Bits
+    are filled from the lowest, and each of the three is padded to a whole byte. The last chunk may be shorter: of n
+    elements, it sends n k / `chunk`, rounded up.
 
     Args:
-        k: values that are sent of each chunk.
-        chunk: elements, from 2 to 65536. (Not what a round sends at a time, which holds many of these.)
-        bits: of a value, from 1 to 4.
+        k: the number of values sent of each chunk, from 1 to `chunk`. Default: 64.
+        chunk: the number of elements of a chunk, from 2 to 65536. Default: 4096. (These are smaller than the chunks of
+            a round.)
+        bits: the bits of a value, from 1 to 4. Default: 2.
 
     Raises:
-        ValueError: for numbers that make no sense.
+        ValueError: if a number is out of its range.
     """
 
     name: ClassVar[str] = "top_k"
@@ -78,7 +81,7 @@ class TopK(FloatCodec):
         """This codec.
 
         Raises:
-            ValueError: for a parameter or a statistic, which would come back as zero.
+            ValueError: for a parameter or a statistic of an optimizer, most of which would be decoded as zero.
         """
         if info.role in (TensorRole.PARAMETER, TensorRole.OPTIMIZER):
             raise ValueError(
@@ -98,13 +101,13 @@ class TopK(FloatCodec):
         return (self.chunk - 1).bit_length()
 
     def _rows(self, numel: int) -> list[_Rows]:
-        """All whole chunks, then the shorter one, if there is one."""
+        """All whole chunks, then the shorter chunk, if there is one."""
         whole, left = divmod(numel, self.chunk)
         rows = [_Rows(whole, self.chunk, self.k)] if whole else []
         return rows + ([_Rows(1, left, -(-left * self.k // self.chunk))] if left else [])
 
     def _sizes(self, numel: int) -> tuple[int, int, int]:
-        """Bytes of the magnitudes, the indices and the codes."""
+        """The sizes in bytes of the magnitudes, the indices and the codes."""
         rows = self._rows(numel)
         sent = sum(some.count * some.sent for some in rows)
         magnitudes = 4 * self._levels * sum(some.count for some in rows)
@@ -130,7 +133,7 @@ class TopK(FloatCodec):
         payload[books + places :] = _packed(codes, self.bits)
 
     def _compress_rows(self, values: Tensor, sent: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The magnitudes, indices and codes of chunks, the rows of `values`."""
+        """The magnitudes, indices and codes of chunks, which are the rows of `values`."""
         indices = _largest(values, sent)
         kept = values.gather(1, indices)
         sizes = kept.abs()
@@ -164,7 +167,7 @@ class TopK(FloatCodec):
 
 
 def _check(indices: Tensor, size: int) -> None:
-    """Raises ValueError for indices that nobody has encoded."""
+    """Raises ValueError for indices that no encoder can have made."""
     if (indices[:, -1] >= size).any():
         raise ValueError(f"a top_k payload has an index beyond its chunk of {size} elements")
     if (indices[:, 1:] <= indices[:, :-1]).any():
@@ -172,14 +175,15 @@ def _check(indices: Tensor, size: int) -> None:
 
 
 def _largest(values: Tensor, sent: int) -> Tensor:
-    """The indices, ascending, of the `sent` largest absolute values of each row; of equal ones the first."""
-    bits = values.view(torch.int32) & 0x7FFFFFFF  # ordered as the absolute values are; NaN is the largest
+    """The indices, ascending, of the `sent` largest absolute values of each row. Of equal values it takes the first."""
+    bits = values.view(torch.int32) & 0x7FFFFFFF  # has the order of the absolute values; NaN is the largest
     largest, indices = bits.topk(sent, sorted=False)
     least = largest.amin(1, keepdim=True)
     at_least = bits >= least
     if int(at_least.count_nonzero()) == indices.numel():
         return indices.sort(1).values
-    # Which of equal ones topk takes is not said: those above the least are certain, and of the others the first follow.
+    # torch does not say which of equal values topk takes. The values above the least are certain; of the equal ones,
+    # the first fill the rest.
     above = bits > least
     equal, lacks = at_least ^ above, sent - above.sum(1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= lacks))
@@ -187,7 +191,9 @@ def _largest(values: Tensor, sent: int) -> Tensor:
 
 
 def _levels_of(sizes: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Magnitudes that stand for absolute values, the rows of `sizes`, and the number of the nearest for each."""
+    """Magnitudes that represent absolute values, the rows of `sizes`, and the number of the nearest magnitude for
+    each.
+    """
     rows, wide = len(sizes), sizes.double()
     low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
     middles = (torch.arange(levels, dtype=torch.float64, device="cpu") + 0.5) / levels
@@ -197,7 +203,7 @@ def _levels_of(sizes: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     nearest = torch.zeros_like(sizes, dtype=torch.int64)
     for _ in range(_SWEEPS):
         nearest = _nearest(wide, magnitudes)
-        # bincount adds one element after the other, so the sums are the same everywhere.
+        # bincount adds the elements in order, so the sums are the same on every machine.
         bins = (nearest + first).view(-1)
         count = torch.bincount(bins, minlength=rows * levels)
         mean = torch.bincount(bins, wide.view(-1), minlength=rows * levels) / count.clamp(min=1)
@@ -214,13 +220,13 @@ def _nearest(values: Tensor, magnitudes: Tensor) -> Tensor:
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers of so many bits as bytes, uint8."""
+    """Numbers of ``bits`` bits as bytes, uint8."""
     flat = (numbers[:, None] >> torch.arange(bits, device="cpu")).bitwise_and_(1).view(-1)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
     return (flat << torch.arange(8, device="cpu")).sum(1).to(torch.uint8)
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first numbers of `_packed` bytes, int64."""
+    """The first ``count`` numbers in bytes from `_packed`, int64."""
     flat = ((packed[:, None] >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).view(-1)[: count * bits]
     return (flat.view(count, bits).long() << torch.arange(bits, device="cpu")).sum(1)

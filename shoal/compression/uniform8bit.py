@@ -1,4 +1,4 @@
-"""8 bits an element, evenly spaced."""
+"""8 bits per element, with even steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _MIDDLE: Final = 128  # codes are stored as int8, to which torch converts 5 time
 
 @dataclass(frozen=True, slots=True)
 class Uniform8BitQuantization(BlockCodec):
-    """Sends real floats as multiples of a step: 1 byte an element and 8 a block of 2048.
+    """Sends real floats as multiples of a step: 1 byte per element and 8 bytes per block of 2048 elements.
 
     The step is 1/254 of the block's range, so the error of an element is at most 1/508 of the difference between the
-    largest and the smallest value of its block, plus 2**-21 of the largest absolute value, plus 2**-118. Nothing is
-    clipped. A zero comes back as zero where the block has values of both signs or none below or above it, and a
-    constant block comes back exactly.
+    largest and the smallest value of its block, plus 2**-21 of the largest absolute value, plus 2**-118. No value is
+    clipped. Zeros and constant blocks are decoded exactly.
     """
 
     name: ClassVar[str] = "uniform_8bit"
@@ -34,7 +33,7 @@ class Uniform8BitQuantization(BlockCodec):
         low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         valid = (low >= -LARGEST) & (high <= LARGEST)
         if not valid.all():
-            values = torch.where(valid, values, 0)  # what is not a number has no integer
+            values = torch.where(valid, values, 0)  # NaN converts to no integer
         step = ((high - low) / 254).where(valid, 0)
         step.masked_fill_(step < _SMALLEST_STEP, 0)
         inverse = (1 / step).masked_fill_(step == 0, 0)

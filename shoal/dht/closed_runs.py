@@ -1,6 +1,7 @@
-"""What nodes of the DHT keep under the keys of closed runs: only what a member, or the run's owner, has written.
+"""The rule for records of closed runs in the DHT: nodes keep only records that a member or the owner of the run has
+written.
 
-A node needs no membership for that, and need not be in the run: the owner's public key is in the run's id.
+A node can check this without a membership, and without being in the run: the run's id contains the owner's public key.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from shoal.membership.revocations import REVOCATIONS
 from shoal.membership.run import ClosedRun
 from shoal.p2p.identity import PeerID
 
-OWNER = "/owner"  # after a run's id: the key of what its owner says
-MAX_KNOWN = 8192  # records whose signatures were looked into
+OWNER = "/owner"  # appended to a run's id: the key of the owner's revocations and pin
+MAX_KNOWN = 8192  # records whose verdicts are remembered
 
 
 class ClosedRunValidator(RecordValidator):
-    """Under `<run id>…/members` and `<run id>…/health` of a closed run, a record is of a peer that the run's owner has
-    admitted, and carries its membership: (what it says, membership). Under `<run id>/owner` it is what the owner has
-    signed: (revocations, pin). All have an owner, who has signed the record (`SignatureValidator`). Other keys are left
-    alone.
+    """The rule for records under the keys of a closed run.
 
-    That a membership has not expired, and was not revoked, is for those to look at who read it.
+    - Under `<run id>…/members` and `<run id>…/health`, a record belongs to a peer that the run's owner has admitted.
+      Its value is (what the peer says, its membership).
+    - Under `<run id>/owner`, the value is (revocations, pin), both signed by the run's owner.
+
+    Each of these records names exactly one peer as its owner, who signs it (`SignatureValidator`). Records under other
+    keys always pass.
+
+    This rule does not check whether a membership has expired or was revoked. The readers of a record check that.
     """
 
     def __init__(self) -> None:
@@ -44,7 +49,7 @@ class ClosedRunValidator(RecordValidator):
         try:
             run = ClosedRun.of(key) if end else None
         except ValueError:
-            return True  # of an application that names its keys so
+            return True  # an application's own key that happens to look like this
         if run is None:
             return True
         digest = blake3(record.key + b"\0" + record.subkey + b"\0" + record.value).digest(length=16)
@@ -72,7 +77,7 @@ class ClosedRunValidator(RecordValidator):
         return True
 
     def merge_with(self, other: RecordValidator) -> bool:
-        """One is enough."""
+        """One `ClosedRunValidator` is enough: all of them apply the same rule."""
         return isinstance(other, ClosedRunValidator)
 
 

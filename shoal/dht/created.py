@@ -1,6 +1,6 @@
-"""A node of the DHT that makes its own transport, on any loop: what `shoal.dht.DHTNode` is for users.
+"""A DHT node that makes its own transport, on any event loop. Users know it as `shoal.dht.DHTNode`.
 
-It is apart from `node.py` because that runs over any transport, the simulated one included.
+`node.py` is separate because its node runs over any transport, the simulated one included.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 
 class CreatedNode(DHTNode, Asker):
-    """See `DHTNode`; made by `create`, with a transport of its own.
+    """One node of the DHT with a transport of its own. Make it by `create`; `DHTNode` documents the rest.
 
     Attributes:
-        is_client: whether nobody can dial it: it was made a client, or nobody reaches it. (A node that is reached by
-            relays only keeps nothing for others, too, but they dial it.)
-        circuits: through relays; others', and those that lead to this node.
-        relay: what it is to others, if it relays.
+        is_client: whether nobody can dial this node: it was made a client, or the other nodes found that they can't
+            reach it. (A node that only relays reach keeps no records for others either, but others can dial it.)
+        circuits: the circuits through relays, of other peers and to this node.
+        relay: this node's work as a relay; None if it is no relay.
     """
 
     is_client: bool
@@ -69,32 +69,40 @@ class CreatedNode(DHTNode, Asker):
         relay_bandwidth: float | None = None,
         **options: Any,
     ) -> CreatedNode:
-        """A node with a transport of its own, on the running loop, that listens and has joined the DHT; `shutdown` ends
-        both. The arguments have hivemind's names.
+        """Make a node with a transport of its own, on the running event loop. It listens and joins the DHT; `shutdown`
+        ends both.
+
+        The arguments have the names that hivemind uses.
 
         Args:
-            initial_peers: addresses of nodes of the DHT, which end in /p2p/<peer id>; none to begin one.
-            host_maddrs: addresses to listen on; a client listens on none.
-            announce_maddrs: addresses to name to others besides those.
-            identity: who this node is; None takes it from `identity_path`, or makes a new one.
-            identity_path: file that keeps who this node is, made if it does not exist.
-            client_mode: see `DHTNode`; None: whether others reach it decides, once it has joined through another
-                machine.
-            record_validator: a rule for records, for who has only one.
-            validators: rules for records beside `SignatureValidator`, which every node has.
-            wait_timeout: seconds until a node that does not answer counts as failed.
-            bootstrap_timeout: seconds that the initial peers have to answer.
-            ensure_bootstrap_success: if False, a node whom no initial peer answers goes on, and dials them again.
-            port_mapping: ask the router to send a port to this node, by NAT-PMP or UPnP; the address is announced when
-                others have reached the node there.
-            upload_limit, download_limit: bytes per second that this node sends and receives at most; None for no limit.
-            relay: lead others to peers that nobody can dial.
+            initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; None or an empty list begins a
+                new DHT.
+            host_maddrs: addresses to listen on; a client listens on none. The default is loopback with any free port.
+            announce_maddrs: further addresses to announce to other peers.
+            identity: this node's key pair. None reads it from `identity_path`, or makes a new one.
+            identity_path: file with the node's identity. It is created if it does not exist.
+            client_mode: see `DHTNode`. None: decide after joining through another machine, by whether other nodes reach
+                this one.
+            record_validator: one further rule for records.
+            validators: further rules for records. Every node also has a `SignatureValidator`.
+            wait_timeout: seconds after which a node that does not answer counts as failed.
+            bootstrap_timeout: seconds within which an initial peer must answer.
+            ensure_bootstrap_success: if False, a node that gets no answer from any initial peer logs a warning, goes
+                on, and dials them again later.
+            port_mapping: ask the router, by NAT-PMP or UPnP, to forward a port to this node. The node announces the
+                mapped address once others have reached it there.
+            upload_limit: bytes per second that this node sends at most; None for no limit.
+            download_limit: bytes per second that this node receives at most; None for no limit.
+            relay: connect other peers, as a relay, to peers that nobody can dial.
             relay_bandwidth: bytes per second that pass through this relay at most; None for no limit.
-            **options: see `DHTNode`.
+            **options: further arguments of `DHTNode`.
+
+        Returns:
+            The node, which has joined the DHT.
 
         Raises:
-            ValueError: for an address that can't be, or for a mapping to a node that listens on loopback only.
-            PeerUnreachable: if no initial peer answers; names each, and why.
+            ValueError: if an address is malformed, or a port is to be mapped to a node that listens on loopback only.
+            PeerUnreachable: if no initial peer answers. The message names each peer and the reason.
             OSError: if an address is taken, or the identity's file can't be read.
         """
         if identity is None:
@@ -112,7 +120,8 @@ class CreatedNode(DHTNode, Asker):
                 mapping = PortMapping([NatPmp(), Upnp()], _port_to_map(node.addresses))
             options |= {"validators": rules, "request_timeout": wait_timeout}
             elsewhere = not all(is_of_this_machine(Multiaddr(address)) for address in initial_peers or ())
-            # Whom nobody may reach keeps nothing for others until it is known: they would look for it in vain.
+            # Until the node knows whether others reach it, it keeps no records for them: they would look for the
+            # records in vain.
             options["client_mode"] = elsewhere if client_mode is None else client_mode
             dht_node = cls(node, announce=list(map(Multiaddr, announce_maddrs)), **options)
             dht_node.is_client, dht_node._insists = client_mode is True, client_mode is False
@@ -132,7 +141,7 @@ class CreatedNode(DHTNode, Asker):
                 node.spawn(mapping.keep_up())
             if client_mode is not True:
                 await dht_node._find_out()
-        except BaseException:  # cancelled, too: the node must not go on listening
+        except BaseException:  # also when cancelled: the node must not go on listening
             if relaying is not None:
                 relaying.close()
             await node.close()
@@ -142,7 +151,7 @@ class CreatedNode(DHTNode, Asker):
         return dht_node
 
     async def _find_out(self) -> None:
-        """Ask others whether they reach this node, and be a node or a client by that; go on to ask."""
+        """Ask other nodes whether they reach this one, become a node or a client accordingly, and keep asking."""
         reserve = no_relays if self._insists else self.circuits.reserve
         asking = Asking(self, reserve, insists=self._insists, rng=self._rng)
 
@@ -157,22 +166,23 @@ class CreatedNode(DHTNode, Asker):
             self.node.spawn(asking.keep_up())
 
     async def found_out(self, finding: Finding) -> None:
-        """Others reach this node, or don't."""
+        """Apply the finding whether and how others reach this node."""
         unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
         self.is_client = finding.reached is Reached.NOBODY and not self._insists
         if finding.reached is Reached.NOBODY and self._insists:
-            finding = Finding()  # it announces what its user says
+            finding = Finding()  # it announces the addresses that its user named
         await self.found(finding, client_mode=unreached and not self._insists)
         if not unreached:
             self.circuits.stop_reserving()
 
     def mapped_address(self) -> Multiaddr | None:
-        """Where the router says that others reach this node, if it maps a port."""
+        """The address at which, by the router's word, others reach this node; None if no port is mapped."""
         return None if self._mapping is None else self._mapping.address
 
     def _observers(self) -> list[Multiaddr]:
         connected = [peer for peer in self.contacts() if self.node.is_connected(peer)]
-        known = (self.node.known_addresses(peer)[:1] for peer in connected)  # none of one that came by itself
+        # a peer that dialled this node has no known address
+        known = (self.node.known_addresses(peer)[:1] for peer in connected)
         return [address for addresses in known for address in addresses if address.relay is None]
 
     def _direct(self) -> list[Multiaddr]:
@@ -180,7 +190,7 @@ class CreatedNode(DHTNode, Asker):
         return list(finding.addresses) if finding.reached in (Reached.PUBLIC, Reached.MAPPED) else []
 
     async def shutdown(self) -> None:
-        """As `close`, and end all connections of `node`, and the mapping of its port."""
+        """Leave the DHT as `close` does, end all connections of `node`, and end the mapping of its port."""
         await self.close()
         self.circuits.close()
         if self.relay is not None:

@@ -1,4 +1,4 @@
-"""The DHT as users hold it: a plain synchronous object; what it does happens on the reactor."""
+"""The DHT for users: an object with synchronous methods. Its work happens on the reactor's thread."""
 
 from __future__ import annotations
 
@@ -39,46 +39,50 @@ Found = ValueWithExpiration[DHTValue] | None
 
 
 class DHT:
-    """A peer's place in a DHT: `store` and `get` small public records, and be found by others.
+    """A peer's part in a DHT: `store` and `get` small public records, and let other peers find this one.
 
     >>> with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), start=True) as second:
     ...     first.store("key", "value", expiration_time=shoal.get_dht_time() + 60)
     ...     second.get("key").value
     'value'
 
-    All methods may be called from any thread but the reactor's. Names and meanings are those of `hivemind.DHT`; there
-    is no other process, so `run_coroutine` takes any function, and what it changes is changed for all.
+    All methods may be called from any thread but the reactor's. Names and meanings are those of `hivemind.DHT`. Unlike
+    hivemind, Shoal runs no second process for the DHT: `run_coroutine` takes any function, and objects that the
+    function changes are changed for the caller too.
 
     Args:
-        initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; none to begin a new one. Those that
-            are not connected are dialled every 5 to 60 s.
-        start: start right away (`run_in_background`).
-        host_maddrs: where to listen; port 0 means any free one. By default on loopback only, where no other machine
-            reaches it: a script that is tried opens no port to the network. Use /ip4/0.0.0.0/tcp/<port> (all
-            interfaces, as `shoal node` does) to be reached from elsewhere.
-        announce_maddrs: addresses to tell others besides those, such as that of a router which forwards a port.
-        identity_path: file that keeps who this peer is (made if it does not exist); None makes a new identity.
-        client_mode: True: never listen and keep nothing for others; needs initial peers. False: be a node, with a
-            warning if nobody reaches it. None: find out: when it joins through another machine, others dial it back,
-            and if nobody reaches it, it is reached through relays that it knows, or becomes a client, with a warning
-            that names the ways out.
-        record_validators: rules for records, beside that of owned keys, which always holds (`SignatureValidator`).
-        num_replicas: nodes that keep each record; what that means for its safety is told in `DHTNode`.
-        bootstrap_timeout: seconds that initial peers have to answer.
-        await_ready: with `start`, wait until it has joined.
-        port_mapping: ask the router at home to send a port to this peer, by NAT-PMP or UPnP (that needs the extra
-            `shoal[nat]`), for as long as the peer lives; others are told when one has reached it there.
-        upload_limit, download_limit: bytes per second that this peer sends and receives at most, for who shares a home
-            line; None for no limit.
-        relay: lead other peers to those that nobody can dial, as `shoal node --relay` does: for a machine that others
-            reach, with bandwidth to spare.
+        initial_peers: addresses of nodes of the DHT, each ending in /p2p/<peer id>; None or an empty list begins a new
+            DHT. While an initial peer is not connected, this peer dials it again every 5 to 60 s.
+        start: start at once, as `run_in_background` does. Default: False.
+        host_maddrs: addresses to listen on; port 0 means any free port. The default is loopback only, which no other
+            machine reaches: a script that somebody tries out opens no port to the network. To be reached from other
+            machines, use /ip4/0.0.0.0/tcp/<port> (all interfaces, as `shoal node` does).
+        announce_maddrs: further addresses to announce to other peers, such as that of a router which forwards a port.
+        identity_path: file with this peer's identity, created if it does not exist. None makes a new identity.
+        client_mode: True: never listen and keep no records for others; needs initial peers. False: be a node, and warn
+            if nobody reaches it. None: find out. If the peer joins through another machine, other nodes dial it back.
+            If none of them reaches it, relays that it knows make it reachable; without a relay it becomes a client,
+            with a warning that names the remedies.
+        record_validators: further rules for records. The rule for keys with an owner always holds
+            (`SignatureValidator`).
+        num_replicas: number of nodes that keep each record. `DHTNode` says how safe a record then is.
+        bootstrap_timeout: seconds within which an initial peer must answer.
+        await_ready: with `start`, wait until the peer has joined the DHT.
+        port_mapping: ask the home router, by NAT-PMP or UPnP, to forward a port to this peer for as long as the peer
+            lives. Needs the extra `shoal[nat]`. The peer announces the mapped address once another peer has reached it
+            there.
+        upload_limit: bytes per second that this peer sends at most, for a home line that others share; None for no
+            limit.
+        download_limit: bytes per second that this peer receives at most; None for no limit.
+        relay: connect other peers, as a relay, to peers that nobody can dial, as `shoal node --relay` does. For a
+            machine that others reach and that has bandwidth to spare.
         relay_bandwidth: bytes per second that this peer passes on as a relay at most; None for no limit.
-        shutdown_timeout: seconds that `shutdown` may take; what is not ended by then is left behind, with a warning.
+        shutdown_timeout: seconds that `shutdown` may take. Whatever has not ended by then is abandoned, with a warning.
 
     Raises:
-        TypeError, ValueError: for an argument that makes no sense, before anything is started.
-        PeerUnreachable: when it starts and no initial peer answers; names each, and why.
-        OSError: when it starts and an address to listen on is taken, or the identity's file can't be read.
+        TypeError, ValueError: if an argument makes no sense. Nothing has been started then.
+        PeerUnreachable: on start, if no initial peer answers. The message names each peer and the reason.
+        OSError: on start, if an address to listen on is taken, or the identity's file can't be read.
     """
 
     def __init__(
@@ -152,10 +156,16 @@ class DHT:
     # -- life
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start: listen, and join the DHT. With `await_ready`, wait until that is done.
+        """Start: listen, and join the DHT. After an error, nothing of this DHT runs any more.
 
-        Raises as the class says, TimeoutError after `timeout` seconds (None: as long as `bootstrap_timeout` allows),
-        RuntimeError if it was started before. After an error nothing of it runs any more.
+        Args:
+            await_ready: wait until the peer has joined.
+            timeout: seconds to wait for that; None waits as long as `bootstrap_timeout` allows.
+
+        Raises:
+            PeerUnreachable, OSError: as the class says.
+            TimeoutError: if the peer has not joined within `timeout`.
+            RuntimeError: if this DHT was started before.
         """
         with self._lock:
             if self._ready is not None:
@@ -167,14 +177,21 @@ class DHT:
         if await_ready:
             try:
                 self.wait_until_ready(timeout)
-            except BaseException:  # Ctrl-C too: a DHT that was not made leaves nothing running
+            except BaseException:  # Ctrl-C too: a DHT that failed to start leaves nothing running
                 self.shutdown()
                 raise
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until this peer has joined the DHT; raises what `run_in_background` does.
+        """Wait until this peer has joined the DHT.
 
-        TimeoutError ends the waiting only: it goes on to join, and can be waited for again.
+        Args:
+            timeout: seconds to wait; None waits as long as joining takes. A timeout ends only the waiting: the peer
+                goes on joining, and this method can be called again.
+
+        Raises:
+            PeerUnreachable, OSError: as the class says.
+            TimeoutError: if the peer has not joined within `timeout`.
+            RuntimeError: if this DHT was not started, or was shut down.
         """
         if self._ready is None:
             raise RuntimeError(_NOT_STARTED)
@@ -182,7 +199,8 @@ class DHT:
             self._ready.result(timeout)
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
-        except BaseException:  # whatever ended the start; raised again, as in all of this file
+        # any error that ended the start; raised again, like every `except BaseException` of this file does
+        except BaseException:
             if self._ready.done() and self._dht_node is None:
                 self.shutdown()
             raise
@@ -208,7 +226,9 @@ class DHT:
         )
 
     def shutdown(self) -> None:
-        """Leave: stop listening, end all connections, cancel what is under way. Calling it again does nothing."""
+        """Leave the DHT: stop listening, end all connections, and cancel all calls under way. A second call does
+        nothing.
+        """
         with self._lock:
             reactor, self._reactor = self._reactor, None
         if reactor is None:
@@ -221,7 +241,7 @@ class DHT:
             reactor.release()
 
     async def _stop(self) -> None:
-        assert self._starting is not None  # it began before this did
+        assert self._starting is not None  # `_start` ran before `_stop`
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         for future in list(self._pending):
@@ -231,7 +251,7 @@ class DHT:
             await dht_node.shutdown()
 
     def is_alive(self) -> bool:
-        """Whether it was started, has joined, and was not shut down."""
+        """Whether this peer has joined the DHT and was not shut down."""
         return self._reactor is not None and self._dht_node is not None
 
     def __enter__(self) -> DHT:
@@ -244,18 +264,22 @@ class DHT:
     ) -> None:
         self.shutdown()
 
-    # -- who it is
+    # -- identity and addresses
 
     @property
     def reactor(self) -> Reactor:
-        """The reactor on whose thread this peer's network activity runs."""
+        """The reactor on whose thread this peer's network activity runs. Raises RuntimeError before the start and after
+        `shutdown`.
+        """
         if self._reactor is None:
             raise RuntimeError(_NOT_STARTED if self._ready is None else _SHUT_DOWN)
         return self._reactor
 
     @property
     def dht_node(self) -> DHTNode:
-        """The node of the DHT; to be used on the reactor's thread only. Waits until it has joined."""
+        """The node of the DHT, for use on the reactor's thread only. Waits until it has joined; raises as
+        `wait_until_ready`.
+        """
         self.wait_until_ready()
         if (dht_node := self._dht_node) is None:  # shut down at this moment
             raise RuntimeError(_SHUT_DOWN)
@@ -263,28 +287,41 @@ class DHT:
 
     @property
     def node(self) -> Node:
-        """The p2p node, by which other rooms talk to peers; to be used on the reactor's thread only."""
+        """The p2p node, by which other rooms talk to peers, for use on the reactor's thread only. Raises as
+        `wait_until_ready`.
+        """
         return self.dht_node.node
 
     @property
     def peer_id(self) -> PeerID:
-        """Who this peer is; known as soon as it was started."""
+        """This peer's id, known as soon as the DHT is started. Raises RuntimeError before that."""
         if self._peer_id is None:
             raise RuntimeError(_NOT_STARTED)
         return self._peer_id
 
     @property
     def client_mode(self) -> bool:
-        """Whether nobody can dial this peer: it was made a client, or has found that nobody reaches it. Waits until it
-        has joined, if that is to be found out."""
+        """Whether nobody can dial this peer: it was made a client, or it found that no peer reaches it.
+
+        With `client_mode=None` this waits until the peer has joined, and raises as `wait_until_ready`.
+        """
         return self.dht_node.is_client if self._client_mode is None else self._client_mode
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
-        """Addresses at which others can reach this peer, to be passed on as their `initial_peers`; none of a client.
+        """The addresses at which others can reach this peer, for use as their `initial_peers`. A client has none.
 
-        Those at which others have reached it come first, then those of `announce_maddrs`; those of loopback last.
-        Where it listens on all interfaces (0.0.0.0), each interface has its own; `latest` looks again which there are.
-        A forked child may ask for its parent's.
+        The addresses at which others have reached this peer come first, then those of `announce_maddrs`, and those of
+        loopback last. A peer that listens on all interfaces (0.0.0.0) has one address for each interface. A forked
+        child may ask for its parent's addresses.
+
+        Args:
+            latest: look again which interfaces the machine has.
+
+        Returns:
+            Addresses that end in /p2p/<peer id>.
+
+        Raises:
+            RuntimeError: if this DHT was not started, or was shut down.
         """
         dht_node = self.dht_node
         if not self.reactor.is_alive():
@@ -321,25 +358,28 @@ class DHT:
         subkey: Subkey | None = None,
         return_future: bool = False,
     ) -> bool | Future[bool]:
-        """Keep `value` under `key` until `expiration_time`, on this peer or others.
+        """Keep `value` under `key` until `expiration_time`, on the `num_replicas` nodes nearest to the key.
 
         Args:
-            key: a str, bytes or int.
-            value: plain data (bool, int, float, str, bytes, list, tuple, dict, None) of at most 64 KiB. A tuple is
-                found as a list.
-            expiration_time: in seconds of `get_dht_time()`, at most one day ahead. Of two values the one that expires
-                later is kept.
-            subkey: write only this entry of the dictionary under `key`, which others write as well. A key or subkey
-                that contains `[owner:<peer id>]` can be written by that peer only.
-            return_future: return at once, with the result to come.
+            key: a str, bytes or int of at most 512 bytes when encoded by msgpack.
+            value: plain data (bool, int of 64 bits, float, str, bytes, list, tuple, dict, None) of at most 64 KiB when
+                encoded, nested at most 32 levels deep. `get` returns a tuple as a list.
+            expiration_time: in seconds of `get_dht_time()`, at most one day ahead. Of two values for the same key, the
+                DHT keeps the one that expires later.
+            subkey: write only this entry of the dictionary under `key`; other peers can write other entries. A str,
+                bytes or int. Only the peer `<peer id>` can write a key or subkey that contains `[owner:<peer id>]`.
+            return_future: return a `concurrent.futures.Future` of the result at once.
 
         Returns:
-            Whether it is stored: False if something newer is there, it has expired, or a validator refuses it.
+            Whether any node keeps the value. False if no node could be reached, if the DHT has a value that expires
+            later, if the value has expired, or if a validator refuses it.
 
         Raises:
-            TypeError, ValueError: for a key or value that can't be stored.
+            TypeError, ValueError: if the DHT can't store this key, value or expiration time.
+            RuntimeError: if this DHT was not started, or was shut down, or if the caller is on the reactor's thread.
         """
-        # Here and not on the reactor's thread: the caller is told of what makes no sense, and may change `value` then.
+        # Made here and not on the reactor's thread: the caller gets the error of a wrong argument, and may change
+        # `value` as soon as this method returns.
         record = make_record(key, value, expiration_time, subkey, get_dht_time())
         future = self.submit(self.dht_node.store_record(record))
         return future if return_future else self._result(future)
@@ -350,23 +390,36 @@ class DHT:
     def get(self, key: DHTKey, latest: bool = False, *, return_future: Literal[True]) -> Future[Found]: ...
 
     def get(self, key: DHTKey, latest: bool = False, return_future: bool = False) -> Found | Future[Found]:
-        """What is stored under `key`.
+        """Find the value that is stored under `key`.
 
         Args:
             key: as given to `store`.
-            latest: ask all peers that should keep it for the newest; otherwise the first that is found will do.
-            return_future: return at once, with the result to come.
+            latest: ask all nodes that should keep the key, and return the newest value. Otherwise the first value found
+                is returned, which may be this peer's own copy.
+            return_future: return a `concurrent.futures.Future` of the result at once.
 
         Returns:
-            (value, expiration_time), or None if nothing is found. For a key with subkeys the value is a dictionary,
-            {subkey: (value, expiration_time)}.
+            (value, expiration_time), or None if nothing is found. For a key with subkeys the value is a dictionary
+            `{subkey: (value, expiration_time)}`.
+
+        Raises:
+            TypeError, ValueError: if the key is no key of a DHT.
+            RuntimeError: if this DHT was not started, or was shut down, or if the caller is on the reactor's thread.
         """
         encode_key(key)
         future = self.submit(self.dht_node.get(key, latest))
         return future if return_future else self._result(future)
 
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
-        """Have records checked by these too, from now on; what this peer keeps and they refuse is dropped."""
+        """Check records by these rules too, from now on. Records that this peer keeps and that a rule refuses are
+        dropped.
+
+        Args:
+            record_validators: the further rules.
+
+        Raises:
+            RuntimeError: if this DHT was not started, or was shut down.
+        """
         dht_node, validators = self.dht_node, list(record_validators)
         self._result(self.submit(_call(lambda: dht_node.add_validators(validators))))
 
@@ -380,9 +433,16 @@ class DHT:
     ) -> Future[T]: ...
 
     def run_coroutine(self, coro: Callable[[DHT, DHTNode], Awaitable[T]], return_future: bool = False) -> T | Future[T]:
-        """Run `coro(self, dht_node)` on the reactor's thread, and return its result; it must not block that thread.
+        """Run `coro(self, dht_node)` on the reactor's thread and return its result. It must not block that thread.
 
-        With `return_future`, return at once; cancelling the future cancels it.
+        Args:
+            coro: an async function of this DHT and its `DHTNode`.
+            return_future: return a `concurrent.futures.Future` of the result at once. Cancelling the future cancels the
+                coroutine.
+
+        Raises:
+            RuntimeError: if this DHT was not started, or was shut down, or if the caller is on the reactor's thread.
+            Exception: any error that `coro` raises.
         """
         dht_node = self.dht_node
 
@@ -395,11 +455,11 @@ class DHT:
     # -- crossing over to the reactor
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `coroutine` on the reactor's thread, until `shutdown` at the latest, which cancels it."""
-        with self._lock:  # so that shutdown() cancels it, or it is refused
+        """Run `coroutine` on the reactor's thread and return its future at once. `shutdown` cancels it."""
+        with self._lock:  # so that shutdown() either cancels the coroutine or comes first, and it is refused
             try:
                 future = self.reactor.submit(coroutine)
-            except BaseException:  # it was not taken, and would warn that nobody awaits it
+            except BaseException:  # without close(), Python would warn that nobody awaits the coroutine
                 coroutine.close()
                 raise
             self._pending.add(future)
@@ -420,7 +480,7 @@ class DHT:
             return future.result()
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
-        except BaseException:  # Ctrl-C too: nobody waits for it any more
+        except BaseException:  # Ctrl-C too: nobody waits for the result any more
             future.cancel()
             raise
 

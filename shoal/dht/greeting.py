@@ -1,4 +1,4 @@
-"""How a node makes itself known to the first peers of the DHT that it is told of."""
+"""How a node introduces itself to its initial peers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
-GRACE = 1.0  # after the first peer answered, the others have so long
+GRACE = 1.0  # seconds that the other peers have after the first answer
 
 
 async def greet(
     protocol: Protocol, initial_peers: Mapping[PeerID, Sequence[Multiaddr]], timeout: float
 ) -> dict[PeerID, str]:
-    """Ping `initial_peers` at their addresses; returns why those that have not answered have not.
+    """Ping `initial_peers` at their addresses. Returns, for each peer that did not answer, the reason.
 
-    Takes at most `timeout` seconds, and after the first answer one more.
+    Takes at most `timeout` seconds, and at most one second after the first answer.
     """
 
     async def ping(peer: PeerID) -> str:

@@ -9,17 +9,17 @@ from shoal.dht.run_keys import is_excessive, is_misplaced
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator
 
-CLOCK_DIFFERENCE = 60.0  # seconds by which another node's clock may be ahead when it stores a record for a whole day
+CLOCK_DIFFERENCE = 60.0  # seconds that another node's clock may be ahead: it may store a record for a whole day
 
 
 class KeptRecords:
-    """The stores of one DHT node, with the rules for what enters them.
+    """The stores of one DHT node, and the rules for the records that enter them.
 
     Args:
         storage: the records that this node is responsible for.
-        cache: copies of other records, which are not passed on.
+        cache: copies of other records. This node does not pass them on.
         validator: the rules for records.
-        clock: seconds in which expiration times are measured.
+        clock: gives the time, in the seconds in which expiration times are measured.
     """
 
     def __init__(
@@ -29,8 +29,9 @@ class KeptRecords:
         self._validator, self._clock = validator, clock
 
     def is_valid(self, record: DHTRecord) -> bool:
-        """Whether `record` may be kept, shown to the user and passed on. Records that are kept are not checked
-        again."""
+        """Whether this node may keep `record`, show it to the user and pass it on. Kept records are not checked
+        again.
+        """
         if self.holds(record):
             return True
         now = self._clock()
@@ -49,24 +50,24 @@ class KeptRecords:
         return True
 
     def holds(self, record: DHTRecord) -> bool:
-        """Whether this very record is kept: then it was found valid."""
+        """Whether this very record is kept, and so was found valid before."""
         return self._storage.holds(record) or self._cache.holds(record)
 
     def known(self, key: int) -> list[DHTRecord]:
-        """The records under the id of a key: those that are stored, or else the cached ones."""
+        """The records under a key's id: the stored ones, or the cached ones if none is stored."""
         now = self._clock()
         return self._storage.get(key, now) or self._cache.get(key, now)
 
     def stored(self, key: int) -> list[DHTRecord]:
-        """The records under the id of a key that this node is responsible for."""
+        """The stored records under a key's id: those that this node is responsible for."""
         return self._storage.get(key, self._clock())
 
     def store(self, record: DHTRecord) -> bool:
-        """Stores a valid record; returns whether it is kept."""
+        """Store a valid record; returns whether it is kept."""
         return self._storage.store(record, self._clock())
 
     def cache(self, record: DHTRecord) -> bool:
-        """Caches a valid record; returns whether it is kept."""
+        """Cache a valid record; returns whether it is kept."""
         return self._cache.store(record, self._clock())
 
     def count(self) -> int:

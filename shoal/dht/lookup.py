@@ -13,13 +13,14 @@ MAX_CANDIDATES = 256
 
 
 class Lookup:
-    """One search. Ask the peers that `next_peer` names, tell what they said; it is over when it names none.
+    """One search. The caller asks the peers that `next_peer` names and reports each answer; the search is over when
+    `next_peer` names none.
 
-    A search is over when the `width` nearest peers that it knows of, not counting those that failed, have all answered.
+    A search is over when the `width` nearest peers that it knows of have all answered, not counting those that failed.
 
     Args:
         target: the id to search for.
-        width: how many of the nearest nodes are wanted.
+        width: number of nearest nodes to find.
         own: this peer, which is never asked.
     """
 
@@ -34,7 +35,7 @@ class Lookup:
         self._slow: set[PeerID] = set()
 
     def add(self, contacts: Iterable[tuple[PeerID, tuple[str, ...]]]) -> None:
-        """Somebody knows of these peers, and of the addresses where they listen. The nearest 256 are remembered."""
+        """Add candidates, each with the addresses where it is said to listen. The search remembers the nearest 256."""
         for peer, addresses in contacts:
             if peer in self.addresses or peer == self._own:
                 continue
@@ -45,7 +46,9 @@ class Lookup:
                 del self.addresses[farthest]
 
     def next_peer(self) -> PeerID | None:
-        """The nearest peer that was not asked yet, if it may still matter; it counts as asked from now on."""
+        """The nearest candidate that was not asked yet, or None if no further answer is needed. It counts as asked from
+        now on.
+        """
         expected = (peer for _, peer in self._by_distance if peer not in self._slow)
         for peer in islice(expected, self.width):
             if peer not in self._asked:
@@ -54,16 +57,16 @@ class Lookup:
         return None
 
     def answered(self, peer: PeerID) -> None:
-        """`peer`, which was asked, gave an answer."""
+        """`peer` was asked and gave an answer."""
         self._answered.add(peer)
         self._slow.discard(peer)
 
     def slow(self, peer: PeerID) -> None:
-        """`peer`, which was asked, has given no answer yet: ask another one as well, in case it gives none."""
+        """`peer` was asked and has given no answer yet: the search asks another peer as well, in case it gives none."""
         self._slow.add(peer)
 
     def failed(self, peer: PeerID) -> None:
-        """`peer`, which was asked, gave none: the search goes on without it."""
+        """`peer` was asked and failed to answer: the search goes on without it."""
         self._by_distance = [item for item in self._by_distance if item[1] != peer]
 
     def nearest(self) -> list[PeerID]:

@@ -1,4 +1,4 @@
-"""What nodes of the DHT say to each other. All are bounded: a message that exceeds a bound reaches no handler."""
+"""The messages between nodes of the DHT. All are bounded: a message that exceeds a bound reaches no handler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Addresses = Annotated[
 
 
 class Sender(msgspec.Struct, array_like=True, frozen=True):
-    """In every request: whether its sender only asks and never serves, and else where it listens."""
+    """Part of every request: whether the sender is a client, and if not, the addresses where it listens."""
 
     client: bool
     addresses: Addresses
@@ -43,7 +43,7 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag=0):
 
 
 class Pong(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """I am, and this is where I listen."""
+    """Yes, and I listen here."""
 
     sender: Sender
 
@@ -64,7 +64,7 @@ class Found(msgspec.Struct, array_like=True, frozen=True, tag=3):
 
 
 class Store(msgspec.Struct, array_like=True, frozen=True, tag=4):
-    """Keep these; as a cached copy only, if `cache` is true: then they are not passed on."""
+    """Keep these records. If `cache` is true, keep them only as cached copies, and do not pass them on."""
 
     sender: Sender
     records: Annotated[list[DHTRecord], msgspec.Meta(max_length=MAX_RECORDS_PER_STORE)]
@@ -72,7 +72,9 @@ class Store(msgspec.Struct, array_like=True, frozen=True, tag=4):
 
 
 class Stored(msgspec.Struct, array_like=True, frozen=True, tag=5):
-    """For each record of a Store whether it is kept now; one that is invalid, expired or outdated is not."""
+    """For each record of a `Store`, whether the node keeps it now. It keeps none that is invalid, expired or
+    outdated.
+    """
 
     kept: Annotated[list[bool], msgspec.Meta(max_length=MAX_RECORDS_PER_STORE)]
 

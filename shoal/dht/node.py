@@ -56,29 +56,32 @@ T = TypeVar("T")
 
 
 class DHTNode:
-    """One participant of the DHT. Lives on the loop of `node`: make it and call it there.
+    """One node of the DHT. Make it and call it on the event loop of `node`.
 
-    How safe a record is: it is stored on the `num_replicas` nodes nearest to its key. If k of n nodes are killed at
-    once, before anybody can react, it is lost with probability C(k, r) / C(n, r), r being `num_replicas`: with 32 nodes
-    and 10 killed 1.3e-3 for r = 5 (the reference's default), 4.3e-6 for r = 8, 1.6e-8 for r = 10 (the default here); in
-    a large swarm that loses a third at once 3^-r, 1.7e-5 for r = 10. Within seconds the survivors that notice then send
-    the record to the next nearest nodes, so losses further apart do not add up, and newcomers get what they are now
-    near to. Both are the task of the nearest survivor; what falls between is made good when records are republished,
-    minutes later.
+    How safe a record is: the `num_replicas` nodes nearest to its key store it. If k of n nodes are killed at once,
+    before any node can react, the record is lost with probability C(k, r) / C(n, r), where r is `num_replicas`. With 32
+    nodes and 10 killed this is 1.3e-3 for r = 5 (the reference's default), 4.3e-6 for r = 8 and 1.6e-8 for r = 10 (the
+    default here). In a large swarm that loses a third of its nodes at once it is 3^-r: 1.7e-5 for r = 10. Within
+    seconds the survivors notice the loss and send the record to the next nearest nodes, so losses that lie further
+    apart do not add up. A new node gets the records whose keys it is near to. In both cases the nearest living node
+    that holds the record sends it. If a record is missed nevertheless, republishing repairs that some minutes later.
 
     Args:
-        node: carries the messages; its handlers, address book and connections may be used by others as well.
-        client_mode: ask and store, but keep nothing and serve nobody; in no routing table.
-        validators: rules for records beside `SignatureValidator`, which every node has.
-        announce: addresses to name to others besides those at which `node` listens.
-        clock: seconds in which expiration times are measured; everything else is timed by the loop.
-        rng: draws the times of upkeep, of redialling and of republishing, and what to look for, and nothing else.
-        bucket_size: Kademlia's k, contacts per bucket of the routing table.
-        num_replicas: nodes that keep each record.
-        parallel: Kademlia's alpha, requests that one search has under way.
-        request_timeout: seconds until a node that does not answer counts as failed.
-        upkeep_period: mean seconds between two rounds of dropping, asking silent contacts and looking for new ones.
-        republish_period: mean seconds after which a node stores anew what nobody else stored meanwhile.
+        node: carries the messages. Other code may use its handlers, address book and connections as well.
+        client_mode: only ask and store. A client keeps no records, serves nobody, and is in no routing table.
+        validators: further rules for records. Every node also has a `SignatureValidator`.
+        announce: addresses to announce to others, besides those at which `node` listens.
+        clock: gives the time, in the seconds in which expiration times are measured. Everything else uses the loop's
+            time.
+        rng: draws the times of upkeep, of redialling and of republishing, and the ids to look for; nothing else.
+        bucket_size: Kademlia's k: contacts per bucket of the routing table.
+        num_replicas: number of nodes that keep each record.
+        parallel: Kademlia's alpha: requests that one search has under way.
+        request_timeout: seconds after which a node that does not answer counts as failed.
+        upkeep_period: mean seconds between two rounds of upkeep: drop expired records, ask silent contacts, look for
+            new ones.
+        republish_period: mean seconds after which a node stores its records of a key again, unless another node has
+            stored them meanwhile.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class DHTNode:
         self._tasks = [node.spawn(self._keep_up()), node.spawn(self._keep_initial_peers())]
 
     async def close(self) -> None:
-        """Take no further part. The others have what this node kept, and notice that it is gone."""
+        """Leave the DHT. The other nodes have the records that this node kept, and notice that it is gone."""
         self._protocol.close()
         self._stop_listening_for_losses()
         for task in self._tasks:
@@ -136,11 +139,11 @@ class DHTNode:
 
     @property
     def client_mode(self) -> bool:
-        """Whether it keeps nothing and serves nobody; another value after `found`."""
+        """Whether this node keeps no records and serves nobody. `found` can change it."""
         return self._protocol.client_mode
 
     async def found(self, finding: Finding, *, client_mode: bool) -> None:
-        """Others reach this node as `finding` says: tell so to those that know it, or are to know it."""
+        """Others reach this node as `finding` says: announce that to the nodes that know it or should know it."""
         was_client = self.client_mode
         self._protocol.finding = finding
         self._protocol.turn(client_mode)
@@ -150,29 +153,35 @@ class DHTNode:
             await self._meet(self.table.own_id)
 
     def on_moved(self, handler: Callable[[], None]) -> Callable[[], None]:
-        """Have `handler` called when `visible_addresses` may have changed; returns a function that ends that."""
+        """Call `handler` whenever `visible_addresses` may have changed. Returns a function that ends this."""
         self._moved.append(handler)
         return lambda: self._moved.remove(handler) if handler in self._moved else None
 
     def contacts(self) -> list[PeerID]:
-        """The peers that it knows as nodes of the DHT, and its initial peers."""
+        """The initial peers, and the peers that this node knows as nodes of the DHT."""
         nearest = self.table.nearest(self.table.own_id, MAX_CONTACTS)
         return [*self._initial_peers, *(contact.peer for contact in nearest)]
 
     def own_addresses(self, latest: bool = False) -> list[Multiaddr]:
-        """Where this node listens, and what its user announces, whether or not others reach it there."""
+        """The addresses where this node listens, and those that its user announces, whether or not others reach it
+        there.
+        """
         return self._protocol.own_addresses(latest)
 
     def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
-        """Where others can reach this node, those of loopback last; `latest` looks at the interfaces again."""
+        """The addresses at which others can reach this node, loopback last. `latest` looks at the machine's interfaces
+        again.
+        """
         return self._protocol.visible_addresses(latest)
 
     async def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
-        """As `visible_addresses`, under hivemind's name."""
+        """Same as `visible_addresses`, under hivemind's name."""
         return self.visible_addresses(latest)
 
     def add_validators(self, validators: Iterable[RecordValidator]) -> None:
-        """Have records checked by these too; what is kept here and does not pass is dropped."""
+        """Check records by these rules too, from now on. Records that this node keeps and that a rule refuses are
+        dropped.
+        """
         self._validator.extend(validators)
         for storage in (self.storage, self.cache):
             storage.retain(self._validator.validate)
@@ -180,15 +189,22 @@ class DHTNode:
     # -- joining
 
     async def bootstrap(self, initial_peers: Iterable[Multiaddr | str], timeout: float = 10.0) -> None:
-        """Join the DHT of which `initial_peers` are nodes. One that answers is enough; none is needed to begin a DHT.
-        From then on each that is not connected is dialled every 5 to 60 s.
+        """Join the DHT through `initial_peers`. One peer that answers is enough; an empty list begins a new DHT.
 
-        Raises ValueError for an address that does not end in /p2p/<peer id>, and PeerUnreachable, with the reason for
-        each, if none answers within `timeout` seconds. An address that names this very peer is passed over; if another
-        process with its identity answers there, both warn. Of one that leads through a relay, the relay is joined.
+        From then on, while an initial peer is not connected, this node dials it again every 5 to 60 s. An address that
+        names this very peer is skipped; if another process with the same identity answers there, both log a warning. Of
+        an address that leads through a relay, the relay becomes the initial peer.
+
+        Args:
+            initial_peers: addresses that end in /p2p/<peer id>.
+            timeout: seconds within which one of the peers must answer.
+
+        Raises:
+            ValueError: if an address does not end in /p2p/<peer id>.
+            PeerUnreachable: if no peer answers in time. The message gives the reason for each address.
         """
         for given in map(Multiaddr, initial_peers):
-            # Who is reached through relays serves nobody in the DHT; these do.
+            # A peer that is reached through relays serves nobody in the DHT; its relays do.
             address = given if given.relay is None else given.of_relay()
             if given.peer_id is None or address.peer_id is None:
                 raise ValueError(f"{given} does not say who answers there: an initial peer ends in /p2p/<peer id>")
@@ -209,7 +225,7 @@ class DHTNode:
         await self._meet(self.table.own_id)
 
     async def _meet(self, target: int) -> None:
-        """Get to know the nodes nearest to `target`, and be known to them."""
+        """Learn of the nodes nearest to `target`, and make this node known to them."""
         await search(self._protocol, target, self.table.bucket_size, self._parallel)
 
     # -- storing
@@ -217,16 +233,25 @@ class DHTNode:
     async def store(
         self, key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None = None
     ) -> bool:
-        """Keep `value` under `key` (under a subkey of it, if given) until `expiration_time`.
+        """Keep `value` under `key`, or under a subkey of it, until `expiration_time`.
 
-        Returns whether any node keeps it: False if none could be reached, if something newer is there, if it has
-        expired already, or if a validator refuses it. Raises TypeError and ValueError as `encode_key` and
-        `encode_value` do.
+        Args:
+            key: as in `DHT.store`.
+            value: as in `DHT.store`.
+            expiration_time: as in `DHT.store`.
+            subkey: as in `DHT.store`.
+
+        Returns:
+            Whether any node keeps the value. False if no node could be reached, if the DHT has a value that expires
+            later, if the value has expired, or if a validator refuses it.
+
+        Raises:
+            TypeError, ValueError: as `encode_key`, `encode_value` and `check_expiration`.
         """
         return await self.store_record(make_record(key, value, expiration_time, subkey, self._clock()))
 
     async def store_record(self, record: DHTRecord) -> bool:
-        """As `store`, of what `make_record` made."""
+        """Same as `store`, for a record from `make_record`."""
         record = self._signed(record)
         return (await self._store_records([record]))[record]
 
@@ -237,9 +262,20 @@ class DHTNode:
         expiration_time: DHTExpiration | Sequence[DHTExpiration],
         subkeys: Sequence[Subkey | None] | None = None,
     ) -> dict[DHTKey | tuple[DHTKey, Subkey], bool]:
-        """As `store`, for many at once. The results are by key, or by (key, subkey) where there is a subkey.
+        """Same as `store`, for many values at once.
 
-        Raises ValueError if the lists are not equally long.
+        Args:
+            keys: the key of each value.
+            values: the values.
+            expiration_time: one time for all values, or one for each.
+            subkeys: a subkey or None for each value; None if no value has one.
+
+        Returns:
+            The result of `store` for each key, or for each (key, subkey) where there is a subkey.
+
+        Raises:
+            ValueError: if the lists are not equally long, and as `store`.
+            TypeError: as `store`.
         """
         times = [expiration_time] * len(keys) if isinstance(expiration_time, (int, float)) else expiration_time
         subkeys = subkeys or [None] * len(keys)
@@ -262,7 +298,7 @@ class DHTNode:
         return msgspec.structs.replace(record, value=self._validator.sign_value(record))
 
     async def _store_records(self, records: list[DHTRecord]) -> dict[DHTRecord, bool]:
-        """Store records of one key; for each whether any node keeps it."""
+        """Store records of one key; returns for each whether any node keeps it."""
         kept = dict.fromkeys(records, False)
         valid = [record for record in records if self._records.is_valid(record)]
         if len(valid) < len(records):
@@ -301,11 +337,19 @@ class DHTNode:
     # -- finding
 
     async def get(self, key: DHTKey, latest: bool = False) -> ValueWithExpiration[DHTValue] | None:
-        """What is stored under `key`, and until when; None if nothing is found.
+        """Find the value that is stored under `key`, and its expiration time.
 
-        For a key with subkeys the value is `{subkey: ValueWithExpiration}`. With `latest` all nodes that should keep
-        the key are asked, and the newest of what they have is put together; without it the first answer is taken, this
-        node's own memory included.
+        Args:
+            key: as given to `store`.
+            latest: ask all nodes that should keep the key, and combine the newest records that they have. Otherwise the
+                first answer is taken, and this node's own memory counts as one.
+
+        Returns:
+            (value, expiration_time), or None if nothing is found. For a key with subkeys the value is `{subkey:
+            ValueWithExpiration}`.
+
+        Raises:
+            TypeError, ValueError: as `encode_key`.
         """
         encoded = encode_key(key)
         target = key_id(encoded)
@@ -322,7 +366,7 @@ class DHTNode:
     async def get_many(
         self, keys: Iterable[DHTKey], latest: bool = False
     ) -> dict[DHTKey, ValueWithExpiration[DHTValue] | None]:
-        """As `get`, for many keys at once."""
+        """Same as `get`, for many keys at once. Returns the result of each key."""
         unique = list(dict.fromkeys(keys))
         return dict(zip(unique, await _gather(lambda key: self.get(key, latest), unique), strict=True))
 
@@ -341,7 +385,8 @@ class DHTNode:
         await self._search(key_id(key), heed)
         records = found.get(key_id(key), self._clock())
         if records and lacking:
-            # As in Kademlia, the nearest node without it gets a copy: who comes the same way finds it a step earlier.
+            # As in Kademlia, the nearest node without the record gets a copy: a later search along the same way finds
+            # it a step earlier.
             nearest = min(lacking, key=lambda peer: node_id(peer) ^ key_id(key))
             self.node.spawn(self._protocol.send_records(nearest, (), records, cache=True))
 
@@ -375,7 +420,7 @@ class DHTNode:
             await _gather(self._store_records, [records for records in republished if records])
 
     async def _keep_initial_peers(self) -> None:
-        """Dial the initial peers that are not connected: one may have been started again, at its address."""
+        """Dial the initial peers that are not connected: one may have restarted at its address."""
         loop = asyncio.get_running_loop()
         while True:
             self._initial_lost.clear()
@@ -400,7 +445,7 @@ class DHTNode:
 
 
 async def _gather(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:
-    """The results for all items, in order; at most `MAX_SEARCHES` at a time."""
+    """Call `function` for all items, at most `MAX_SEARCHES` at a time; returns the results in order."""
     gate = asyncio.Semaphore(MAX_SEARCHES)
 
     async def run(item: S) -> T:

@@ -1,4 +1,4 @@
-"""A DHT node's side of the conversation: answers, asks, and keeps the routing table by what it sees."""
+"""The messages of one DHT node: it answers requests, sends its own, and learns from both who is alive."""
 
 from __future__ import annotations
 
@@ -40,24 +40,26 @@ from shoal.reach.finding import Finding
 
 log = logging.getLogger(__name__)
 
-BLOCK_SECONDS = 5.0  # a peer that failed is not asked for so long, then twice that, … at most MAX_BLOCK_SECONDS
+# seconds for which a peer that failed is not asked; doubles with each failure, up to MAX_BLOCK_SECONDS
+BLOCK_SECONDS = 5.0
 MAX_BLOCK_SECONDS = 120.0
 MAX_BLOCKED = 4096
-SECONDS_PER_KEY = 1e-5  # between two looks at all keys, for each key: of a reactor's time they take some percent
+# pause per key between two passes over all keys; the passes take some percent of a reactor's time
+SECONDS_PER_KEY = 1e-5
 
 _CLIENT = Sender(True, ())
 Expected = TypeVar("Expected", bound=msgspec.Struct)
 
 
 class Protocol:
-    """Carries out what the parts without I/O decide.
+    """Carries out the decisions of the parts that do no I/O.
 
     Args:
         node: carries the messages.
-        table, records, replication: of this DHT node.
-        client_mode: whether it only asks others, and serves nobody.
-        announce: addresses that it names besides those at which `node` listens.
-        request_timeout: seconds until a peer that does not answer counts as failed.
+        table, records, replication: those of this DHT node.
+        client_mode: whether this node only asks others, and serves nobody.
+        announce: addresses to announce, besides those at which `node` listens.
+        request_timeout: seconds after which a peer that does not answer counts as failed.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class Protocol:
         self.client_mode = client_mode
         self.announce = announce
         self.request_timeout = request_timeout
-        self._blocked: dict[PeerID, tuple[float, int]] = {}  # until when, after how many failures
-        self._handovers: dict[PeerID, bool] = {}  # whose records are handed over next; True: it joined
+        self._blocked: dict[PeerID, tuple[float, int]] = {}  # (blocked until, number of failures)
+        # peers that came (True) or went (False), whose records are to be handed over
+        self._handovers: dict[PeerID, bool] = {}
         self._handing_over = False
         self._stored_records, self._stored_bytes = Quota(STORED_RECORDS), Quota(STORED_BYTES)
         self._verified, self._owned = Quota(VERIFIED), Quota(OWNED_RECORDS)
@@ -93,7 +96,7 @@ class Protocol:
             node.serve(SERVICE, self._handle)
 
     def turn(self, client_mode: bool) -> None:
-        """Serve others from now on, or nobody."""
+        """Become a client or a node: serve nobody or everybody from now on."""
         if client_mode != self.client_mode:
             self.client_mode = client_mode
             if client_mode:
@@ -107,15 +110,17 @@ class Protocol:
         if not self.client_mode:
             self.node.stop_serving(SERVICE)
 
-    # -- who this node is
+    # -- this node's addresses
 
     def visible_addresses(self, latest: bool = False) -> list[Multiaddr]:
-        """Where other peers can reach this node; `latest` looks at the machine's interfaces again."""
+        """The addresses at which others can reach this node. `latest` looks at the machine's interfaces again."""
         self._look_at_addresses(latest)
         return self._visible
 
     def own_addresses(self, latest: bool = False) -> list[Multiaddr]:
-        """Where it listens, and what its user announces, whether or not others reach it there."""
+        """The addresses where this node listens, and those that its user announces, whether or not others reach it
+        there.
+        """
         self._look_at_addresses(latest)
         return self._own
 
@@ -130,7 +135,7 @@ class Protocol:
             self._sender = Sender(False, texts[:MAX_ADDRESSES])
 
     def sender(self) -> Sender:
-        """What every request of this node begins with."""
+        """The first field of every request of this node."""
         self._look_at_addresses(latest=False)
         return _CLIENT if self.client_mode else self._sender
 
@@ -162,7 +167,7 @@ class Protocol:
         return Stored([self._keep(peer, record, request.cache, now) for record in request.records])
 
     def _keep(self, peer: PeerID, record: DHTRecord, cache: bool, now: float) -> bool:
-        """Stores `record` here, if it is valid, and its owner does not store too much; returns whether it is kept."""
+        """Store `record` here, if it is valid and its owner does not store too much; returns whether it is kept."""
         if self._records.holds(record):
             return self._records.cache(record) if cache else self.keep_valid(record)
         if not self.believes(peer, record):
@@ -172,21 +177,22 @@ class Protocol:
         if not all(self._owned.allows(owner, 1, now) for owner in owners):
             return False
         kept = self._records.cache(record) if cache else self.keep_valid(record)
-        if kept:  # what is old, and not kept, costs its owner nothing: others may send that again and again
+        if kept:  # an outdated record, which is not kept, costs its owner nothing: others may send it again and again
             for owner in owners:
                 self._owned.use(owner, 1, now)
         return kept
 
     def believes(self, peer: PeerID, record: DHTRecord) -> bool:
-        """Whether `record`, which `peer` has sent, is valid. To find that out costs a signature, and so much of that
-        peer's quota."""
+        """Whether `record`, which `peer` has sent, is valid. Checking a signature costs time, so it counts against that
+        peer's quota.
+        """
         is_known = not owners_of(record) or self._records.holds(record)
         if not is_known and not self._verified.use(peer, 1, asyncio.get_running_loop().time()):
             return False
         return self._records.is_valid(record)
 
     def keep_valid(self, record: DHTRecord) -> bool:
-        """Stores `record`, which was found valid, here; returns whether it is kept."""
+        """Store `record`, which was found valid, here; returns whether it is kept."""
         kept = self._records.store(record)
         if kept:
             self.replication.refreshed(key_id(record.key), asyncio.get_running_loop().time())
@@ -195,12 +201,12 @@ class Protocol:
     # -- requests to others
 
     async def call(self, peer: PeerID, request: Request, expect: type[Expected], timeout: float) -> Expected:
-        """`p2p.Node.call`, by which the routing table learns how `peer` is doing."""
+        """`p2p.Node.call`. The routing table learns from the outcome whether `peer` is alive."""
         try:
             reply = await self.node.call(peer, SERVICE, request, expect, timeout=timeout)
         except (P2PError, TimeoutError) as error:
             if isinstance(request, Store) and isinstance(error, Refused) and not isinstance(error, Unavailable):
-                raise  # it is well, and keeps no more from this peer for now
+                raise  # it is alive, and takes no more records from this peer for now
             now = asyncio.get_running_loop().time()
             _, failures = self._blocked.pop(peer, (0.0, 0))
             self._blocked[peer] = (now + min(BLOCK_SECONDS * 2**failures, MAX_BLOCK_SECONDS), min(failures + 1, 16))
@@ -213,15 +219,17 @@ class Protocol:
         elif addresses := self._addresses(peer):
             self._heard(peer, addresses)
         else:
-            self.node.spawn(self.ping(peer))  # it came to us, and says in its answer where it listens
+            self.node.spawn(self.ping(peer))  # it dialled this node; its Pong says where it listens
         return reply
 
     async def ask(
         self, peer: PeerID, addresses: Sequence[str], request: Request, expect: type[Expected]
     ) -> Expected | None:
-        """The reply of `peer`, or None if it gives none. `addresses` is where others say that it listens."""
+        """Send `request` to `peer`; returns the reply, or None if there is none. `addresses` is where others say that
+        it listens.
+        """
         if not self.node.is_connected(peer):
-            contact = self.table.get(peer)  # what a peer said itself counts for more than what others say of it
+            contact = self.table.get(peer)  # a peer's own word on its addresses counts for more than that of others
             self.node.learn(peer, _parsed(peer, addresses if contact is None else contact.addresses))
         try:
             return await self.call(peer, request, expect, self.request_timeout)
@@ -230,13 +238,13 @@ class Protocol:
             return None
 
     async def ping(self, peer: PeerID) -> None:
-        """Find out whether `peer`, a contact, lives."""
+        """Find out whether `peer`, a contact, is alive."""
         await self.ask(peer, (), Ping(self.sender()), Pong)
 
     async def send_records(
         self, peer: PeerID, addresses: Sequence[str], records: Iterable[DHTRecord], cache: bool = False
     ) -> list[bool] | None:
-        """Have `peer` keep `records`; for each whether it does, or None if it did not answer."""
+        """Ask `peer` to keep `records`. Returns for each whether it does, or None if the peer did not answer."""
         kept: list[bool] = []
         for batch in _batches(records):
             reply = await self.ask(peer, addresses, Store(self.sender(), batch, cache), Stored)
@@ -250,7 +258,7 @@ class Protocol:
         until, _ = self._blocked.get(peer, (0.0, 0))
         return asyncio.get_running_loop().time() < until
 
-    # -- what that says about who is alive
+    # -- what the messages say about who is alive
 
     def _heed_sender(self, peer: PeerID, sender: Sender) -> None:
         if peer == self.node.peer_id:
@@ -274,7 +282,7 @@ class Protocol:
             self._hand_over_later(peer, joined=True)
 
     def _addresses(self, peer: PeerID) -> tuple[str, ...]:
-        """Where `peer` listens, as it said itself, or else as it was found."""
+        """Where `peer` listens: by its own word, or else where this node has found it."""
         contact = self.table.get(peer)
         if contact is not None:
             return contact.addresses
@@ -291,8 +299,11 @@ class Protocol:
             self._hand_over_later(peer, joined=False)
 
     def _hand_over_later(self, peer: PeerID, *, joined: bool) -> None:
-        """A peer came or went: others than before must have its records now. To see which, all keys are looked at, so
-        that is done for one peer after the other, and not as often as a peer can come and go."""
+        """A peer came or went, so other nodes than before must have its records.
+
+        To find these records, the node goes over all of its keys. So it does this for one peer after the other, and not
+        as often as a peer can come and go.
+        """
         self._handovers.pop(peer, None)
         self._handovers[peer] = joined
         if len(self._handovers) > MAX_BLOCKED:
@@ -326,7 +337,7 @@ def _parsed(peer: PeerID, addresses: Iterable[str]) -> list[Multiaddr]:
         try:
             address = Multiaddr(text)
         except ValueError:
-            continue  # a later version may know more kinds; one bad address must not cost the others
+            continue  # a later version may know more kinds of addresses; one bad address must not spoil the others
         if address.peer_id in (None, peer) and address.port:
             parsed.append(address)
     return parsed

@@ -1,4 +1,4 @@
-"""What the DHT keeps: a value under a key, or under a subkey of a key, until it expires."""
+"""The records of the DHT: a value under a key, or under a subkey of a key, with an expiration time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DHTExpiration = float
 
 MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 64 << 10
-MAX_VALIDATOR_BYTES = 256  # what validators may add to a value, such as a signature
+MAX_VALIDATOR_BYTES = 256  # bytes that validators may add to a value, such as a signature
 MAX_DEPTH = 32
-MAX_SECONDS_AHEAD = 86400.0  # from now to a record's expiration time; what should live longer is stored again
+MAX_SECONDS_AHEAD = 86400.0  # from now to a record's expiration time; to keep a record longer, store it again
 ID_BITS = 256
 NO_SUBKEY = b""
 _OWNER = re.compile(rb"\[owner:(.*?)\]", re.DOTALL)
@@ -31,7 +31,12 @@ T = TypeVar("T")
 
 
 class ValueWithExpiration(NamedTuple, Generic[T]):
-    """What `get` finds. `value` of a dictionary is `{subkey: ValueWithExpiration}`, and the time its latest."""
+    """The result of `get`.
+
+    Attributes:
+        value: the value that was stored. For a key with subkeys: `{subkey: ValueWithExpiration}`.
+        expiration_time: in seconds of `get_dht_time()`. For a key with subkeys: the latest of theirs.
+    """
 
     value: T
     expiration_time: DHTExpiration
@@ -43,7 +48,7 @@ class DHTRecord(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         key: as `encode_key` writes it, at most 512 bytes.
         subkey: as `encode_key` writes it; b"" for a record without subkey.
-        value: as `encode_value` writes it, with what validators added; at most 64 KiB + 256 bytes.
+        value: as `encode_value` writes it, with the bytes that validators add; at most 64 KiB + 256 bytes.
         expiration_time: seconds of `get_dht_time()`; finite and positive.
     """
 
@@ -59,36 +64,41 @@ class DHTRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 def owners_of(record: DHTRecord) -> list[bytes]:
-    """Whom the key and the subkey name as their owners (`[owner:<peer id>]`), each once."""
+    """The owners that the key and the subkey name (`[owner:<peer id>]`), each once."""
     return list(dict.fromkeys(owners_in(record.key) + owners_in(record.subkey)))
 
 
 def owners_in(text: bytes) -> list[bytes]:
-    """Whom a key or a subkey names as its owners (`[owner:<peer id>]`)."""
-    return _OWNER.findall(text) if b"[owner:" in text else []  # most have none, and that is asked often
+    """The owners that a key or a subkey names (`[owner:<peer id>]`)."""
+    return _OWNER.findall(text) if b"[owner:" in text else []  # a fast path: most keys have none
 
 
 def get_dht_time() -> DHTExpiration:
-    """Seconds since 1970 by this machine's clock: what expiration times are measured in.
+    """Seconds since 1970 by this machine's clock, the unit of expiration times.
 
-    Peers need not agree to the second, but a record expires early for a peer whose clock is ahead.
+    The clocks of peers need not agree to the second. But for a peer whose clock is ahead, records expire early.
     """
     return time.time()
 
 
 @lru_cache(maxsize=16384)
 def node_id(peer: PeerID) -> int:
-    """Where `peer` is in the space of 256-bit ids: a hash of its public key, so nobody can choose where to be."""
+    """The place of `peer` in the space of 256-bit ids: a hash of its public key, so nobody can choose its place."""
     return int.from_bytes(blake3(peer.key).digest(), "big")
 
 
 def key_id(key: bytes) -> int:
-    """Where an encoded key is in the space of ids; the nodes whose ids are nearest by XOR keep it."""
+    """The place of an encoded key in the space of ids. The nodes whose ids are nearest by XOR keep its records."""
     return int.from_bytes(blake3(key).digest(), "big")
 
 
 def encode_key(key: DHTKey, what: str = "key") -> bytes:
-    """The msgpack bytes of a key or subkey. Raises TypeError if it is no str, bytes or int, ValueError if long."""
+    """The msgpack bytes of a key or subkey.
+
+    Raises:
+        TypeError: if it is no str, bytes or int.
+        ValueError: if it is an int of more than 64 bits, a str that is no valid Unicode, or takes more than 512 bytes.
+    """
     if isinstance(key, bool) or not isinstance(key, (str, bytes, int)):
         raise TypeError(f"a {what} of the DHT is a str, bytes or int, not {key!r}")
     try:
@@ -117,7 +127,11 @@ def decode_subkey(encoded: bytes) -> Subkey:
 def encode_value(value: DHTValue) -> bytes:
     """The msgpack bytes of plain data: bool, int (64 bits), float, str, bytes, list, tuple, dict, None.
 
-    Raises TypeError for anything else, ValueError for more than 64 KiB or 32 levels. Tuples are read back as lists.
+    `decode_value` reads tuples back as lists.
+
+    Raises:
+        TypeError: if the value is or contains anything else.
+        ValueError: if it takes more than 64 KiB, is nested deeper than 32 levels, or has an int of more than 64 bits.
     """
     _check_plain(value, MAX_DEPTH)
     try:
@@ -127,7 +141,7 @@ def encode_value(value: DHTValue) -> bytes:
     if len(encoded) > MAX_VALUE_BYTES:
         raise ValueError(
             f"the DHT keeps values of at most {MAX_VALUE_BYTES} bytes, and this one takes {len(encoded)}: "
-            "store where it can be had from instead, or split it over subkeys"
+            "store the address of a copy instead, or split the value over subkeys"
         )
     return encoded
 
@@ -163,14 +177,19 @@ def decode_value(encoded: bytes) -> DHTValue:
 def make_record(
     key: DHTKey, value: DHTValue, expiration_time: DHTExpiration, subkey: Subkey | None, now: float
 ) -> DHTRecord:
-    """The record of a value that is to be stored, before a validator signs it. Raises TypeError and ValueError for what
-    no record can have: see `encode_key`, `encode_value`, `check_expiration`."""
+    """The record of a value to store, before a validator signs it.
+
+    Raises:
+        TypeError, ValueError: as `encode_key`, `encode_value` and `check_expiration`.
+    """
     place = NO_SUBKEY if subkey is None else encode_key(subkey, "subkey")
     return DHTRecord(encode_key(key), place, encode_value(value), check_expiration(expiration_time, now))
 
 
 def check_expiration(expiration_time: DHTExpiration, now: float) -> float:
-    """`expiration_time` as a float. Raises ValueError if no record can have it `now`."""
+    """`expiration_time` as a float. Raises ValueError if it is not finite and positive, or more than one day after
+    `now`.
+    """
     seconds = float(expiration_time)
     if not (math.isfinite(seconds) and 0 < seconds < 2.0**53):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Who must be sent which records, so that they stay on the nodes nearest to their keys as nodes come and go. No I/O."""
+"""Which records a node must send to whom, so that records stay on the nodes nearest to their keys. No I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from shoal.p2p.identity import PeerID
 class Replication:
     """Decides for one node, from its own storage and routing table.
 
-    A newcomer gets the records that it is now near to, and the node that is next in line when one is lost gets what
-    that one held; in both cases from the nearest of the nodes that should hold the record. What falls between (both
-    gone, or tables that disagree) is made good by republishing: a node that was sent nothing for a key during a period
-    stores its records anew. Periods are drawn at random, so usually one node does it, and by that spares the others.
+    A new node gets the records whose keys it is now near to. When a node is lost, the next nearest node gets the
+    records that the lost one held. In both cases the nearest of the nodes that should hold the record sends it. A
+    record can be missed, if sender and receiver are both gone or if routing tables disagree. Republishing repairs that:
+    a node that received nothing for a key during a period stores its records of that key again. Periods are drawn at
+    random, so usually one node republishes a key and thereby spares the others.
 
     Args:
-        table: of this node.
-        storage: of this node.
-        num_replicas: how many nodes should hold each record.
+        table: the routing table of this node.
+        storage: the storage of this node.
+        num_replicas: number of nodes that should hold each record.
         period: mean seconds between two republishings of a key.
         rng: draws the periods.
     """
@@ -38,7 +39,7 @@ class Replication:
         self._due: dict[int, float] = {}
 
     def joined(self, peer: PeerID) -> list[int]:
-        """The ids of the keys whose records this node must now send to `peer`, which was not in the table before."""
+        """The ids of the keys whose records this node must send to `peer`, which is new in the table."""
         newcomer = node_id(peer)
         others = [contact.id for contact in self._table.alive() if contact.peer != peer]
         return [
@@ -48,7 +49,7 @@ class Replication:
         ]
 
     def lost(self, peer: PeerID) -> list[tuple[PeerID, int]]:
-        """Whom this node must now send the records of which keys, as `peer`, which held them, is gone."""
+        """`peer` is gone: the pairs (receiver, key id) of the records that this node must send in its place."""
         gone = node_id(peer)
         others = [contact.id for contact in self._table.alive()]
         successors = []
@@ -60,7 +61,7 @@ class Replication:
         return successors
 
     def refreshed(self, key: int, now: float) -> None:
-        """Records of this key were stored here just now: somebody has just sent them to all replicas."""
+        """Another node has just stored records of this key here, and has sent them to all replicas."""
         self._due[key] = now + self._period * self._rng.uniform(0.5, 1.5)
 
     def due(self, now: float) -> list[int]:

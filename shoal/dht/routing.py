@@ -1,8 +1,9 @@
-"""Kademlia's routing table: which peers a node knows, many near its own id and few far away. No I/O; time is given.
+"""Kademlia's routing table: the peers that a node knows, many near its own id and few far away. No I/O; callers give
+the time.
 
 After Maymounkov and Mazières, "Kademlia: a peer-to-peer information system based on the XOR metric" (2002), sections
-2.2 and 2.4, with failed peers kept for a while to be tried again, so that nodes find back together when a network
-heals.
+2.2 and 2.4. Unlike there, failed peers stay for a while to be tried again, so that nodes find each other when a broken
+network heals.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field
 from shoal.dht.records import ID_BITS, node_id
 from shoal.p2p.identity import PeerID
 
-CHECK_AFTER = 60.0  # a peer heard of this recently need not prove that it lives when its bucket is full
-STALE_AFTER = 900.0  # a peer, or a bucket, not heard of for so long is asked
-RETRY_AFTER = 15.0  # a failed peer is tried again after this, then after twice that, …
+CHECK_AFTER = 60.0  # seconds; a peer heard from since then is not asked whether it lives, when its bucket is full
+STALE_AFTER = 900.0  # seconds; a peer, or a bucket, is asked when it was not heard from for this long
+RETRY_AFTER = 15.0  # seconds after which a failed peer is tried again; doubles with each failure
 FORGET_AFTER_FAILURES = 6
 
 
@@ -25,12 +26,12 @@ class Contact:
     """A peer in the table.
 
     Attributes:
-        peer: who.
+        peer: the peer's id.
         id: `node_id(peer)`.
-        addresses: where it listens, as it said itself (multiaddrs).
+        addresses: where it listens, by its own word (multiaddrs).
         heard_at: when it last gave a sign of life, in seconds of the caller's clock.
-        failures: attempts to reach it that failed since then.
-        retry_at: when to try a failed one again.
+        failures: failed attempts to reach it since then.
+        retry_at: when to try again after a failure.
     """
 
     peer: PeerID
@@ -43,7 +44,9 @@ class Contact:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Contacts, and what may replace them: both with the least recently heard first."""
+    """Contacts, and the replacements that wait for their places. In both, the peer not heard from for longest is
+    first.
+    """
 
     contacts: dict[PeerID, Contact] = field(default_factory=dict)
     replacements: dict[PeerID, Contact] = field(default_factory=dict)
@@ -52,12 +55,12 @@ class _Bucket:
 class RoutingTable:
     """Peers by their distance from `own_id`.
 
-    Bucket i holds the peers whose ids share exactly i leading bits with `own_id`; the last one also holds all that
-    share more, and is split when it is full.
+    Bucket i holds the peers whose ids share exactly i leading bits with `own_id`. The last bucket also holds all peers
+    that share more bits, and is split when it is full.
 
     Args:
-        own_id: the id of the node whose table this is; never in it.
-        bucket_size: k, contacts per bucket; as many replacements wait beside them.
+        own_id: the id of the node whose table this is. The table never contains it.
+        bucket_size: Kademlia's k: contacts per bucket. Up to as many replacements wait beside them.
     """
 
     def __init__(self, own_id: int, bucket_size: int = 20) -> None:
@@ -74,14 +77,15 @@ class RoutingTable:
         return self._bucket(node_id(peer)).contacts.get(peer)
 
     def is_alive(self, peer: PeerID) -> bool:
-        """Whether `peer` is in the table and did not fail since it was last heard."""
+        """Whether `peer` is in the table and has not failed since it was last heard."""
         contact = self.get(peer)
         return contact is not None and not contact.failures
 
     def heard(self, peer: PeerID, addresses: tuple[str, ...], now: float) -> Contact | None:
-        """`peer` gave a sign of life. Returns the contact that should be asked whether it lives, if the bucket is full.
+        """`peer` gave a sign of life. If its bucket is full, returns the contact that the caller should ask whether it
+        lives.
 
-        If that one fails, say so by `failed`, and the newcomer takes its place.
+        If that contact fails, the caller reports it by `failed`, and `peer` takes its place.
         """
         identifier = node_id(peer)
         if identifier == self.own_id:
@@ -109,7 +113,7 @@ class RoutingTable:
         return oldest if now - oldest.heard_at > CHECK_AFTER else None
 
     def failed(self, peer: PeerID, now: float) -> None:
-        """`peer` could not be reached, or was lost: replace it if something waits, else try it again later."""
+        """`peer` could not be reached, or was lost: replace it if a replacement waits, else try it again later."""
         bucket = self._bucket(node_id(peer))
         bucket.replacements.pop(peer, None)
         contact = bucket.contacts.get(peer)
@@ -125,13 +129,13 @@ class RoutingTable:
             del bucket.contacts[peer]
 
     def forget(self, peer: PeerID) -> None:
-        """Take `peer` out: it said that it serves nobody."""
+        """Remove `peer`, which said that it serves nobody."""
         bucket = self._bucket(node_id(peer))
         bucket.replacements.pop(peer, None)
         bucket.contacts.pop(peer, None)
 
     def alive(self) -> list[Contact]:
-        """All contacts that did not fail since they were last heard."""
+        """All contacts that have not failed since they were last heard."""
         return [contact for bucket in self._buckets for contact in bucket.contacts.values() if not contact.failures]
 
     def nearest(self, target: int, count: int) -> list[Contact]:
@@ -139,7 +143,7 @@ class RoutingTable:
         return heapq.nsmallest(count, self.alive(), key=lambda contact: contact.id ^ target)
 
     def due(self, now: float) -> list[Contact]:
-        """Contacts to ask whether they live: failed ones whose time has come, and those not heard of for long."""
+        """The contacts to ask whether they live: failed ones whose time has come, and those not heard from for long."""
         return [
             contact
             for bucket in self._buckets
@@ -148,7 +152,9 @@ class RoutingTable:
         ]
 
     def refresh_targets(self, now: float, rng: random.Random) -> list[int]:
-        """A random id out of each bucket in which nobody was heard of for long: looking for it finds who is there."""
+        """A random id out of each bucket that was not heard from for long. A search for that id finds the nodes
+        there.
+        """
         targets = []
         for index, bucket in enumerate(self._buckets[:-1]):
             if all(now - contact.heard_at > STALE_AFTER for contact in bucket.contacts.values()):

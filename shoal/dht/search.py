@@ -21,10 +21,10 @@ Heed = Callable[[PeerID, list[DHTRecord]], bool]
 
 
 async def search(protocol: Protocol, target: int, width: int, parallel: int, heed: Heed | None = None) -> Lookup:
-    """Search for the `width` nodes nearest to `target`, asking `parallel` of them at a time; 20 s at most.
+    """Search for the `width` nodes nearest to `target`, asking `parallel` of them at a time, for at most 20 s.
 
-    With `heed`, nodes are also asked for the records of the key `target`. `heed(peer, records)` is called with what
-    each says, and ends the search by returning true.
+    With `heed`, the search also asks nodes for the records of the key with the id `target`. It calls `heed(peer,
+    records)` with each answer, and ends when `heed` returns true.
     """
     lookup = Lookup(target, width, protocol.node.peer_id)
     nearest = protocol.table.nearest(target, protocol.table.bucket_size)
@@ -41,7 +41,7 @@ async def search(protocol: Protocol, target: int, width: int, parallel: int, hee
 
     loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[None]] = []
-    expected: dict[PeerID, float] = {}  # who is being asked, and when it counts as slow
+    expected: dict[PeerID, float] = {}  # the peers being asked, and when each counts as slow
     heard = 0
     try:
         async with asyncio.timeout(TIMEOUT):

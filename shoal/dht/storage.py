@@ -1,4 +1,4 @@
-"""Records that a node keeps, bounded in number and in bytes. No I/O; time is given."""
+"""The records that a node keeps, bounded in number and in bytes. No I/O; callers give the time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_ENTRY_BYTES = 512 << 10
 MAX_ENTRY_RECORDS = 4096
 MAX_OWNED_RECORDS = 1024  # of one owner, of all keys together
 
-# Where a record is in the order in which records make room for others: whether it has an owner, its expiration time,
-# the id of its key, its subkey.
+# The rank of a record when records must make room for others, lowest first: whether it has an owner, its expiration
+# time, the id of its key, its subkey.
 _Place = tuple[bool, float, int, bytes]
 
 
@@ -25,10 +25,11 @@ class _Entry:
 
     Attributes:
         records: by subkey.
-        bytes: the sizes of all together.
-        owned: how many have an owner.
+        bytes: the sum of their sizes.
+        owned: the number of records that have an owner.
         latest: the latest expiration time that any of them had.
-        order: a heap of their places, and of places of records that are gone; None before the bounds are first reached.
+        order: a heap of their places, which may contain places of records that are gone; None before the bounds are
+            first reached.
     """
 
     records: dict[bytes, DHTRecord] = field(default_factory=dict)
@@ -41,23 +42,25 @@ class _Entry:
 class LocalStorage:
     """Unexpired records, by the id of their key.
 
-    A key has either one record without subkey, or one record per subkey. Of two records for the same place the one with
-    the later expiration time wins, of equal ones the one with the greater value: so the order in which nodes hear of
-    records makes no difference. A record without subkey replaces a dictionary if it expires later than all of it; a
-    subkey replaces a record without subkey if it does not expire earlier.
+    A key has either one record without subkey, or one record per subkey. Of two records for the same place, the one
+    with the later expiration time wins; if the times are equal, the one with the greater value wins. So all nodes end
+    up with the same record, in whatever order the records arrive. A record without subkey replaces a dictionary if it
+    expires later than every entry. A subkey replaces a record without subkey if it does not expire earlier.
 
-    What only its owner can write, only its owner can replace: a record without owner never replaces one that has an
-    owner, and a subkey with an owner replaces a record without subkey that has none, whatever their expiration times.
+    Only an owner can replace a record that only the owner can write. A record without owner never replaces one that has
+    an owner. A subkey with an owner replaces a record without subkey and without owner, whatever their expiration
+    times.
 
-    An owner that has as many records here as one may have gets no further places; it may replace what it has.
+    An owner that has MAX_OWNED_RECORDS records here gets no further places, but it may replace those that it has.
 
-    When another bound is exceeded, records without owner go first, and of these and of the others what expires soonest.
-    A key of health records (`run_keys`) has places for MAX_HEALTH_RECORDS, and who has one keeps it.
-    To store a record takes time that is logarithmic in the number of those that are kept.
+    When another bound is exceeded, records without owner are dropped first, and within each kind those that expire
+    soonest. A key of health records (`run_keys`) has MAX_HEALTH_RECORDS places, and a peer that has one keeps it.
+
+    Storing a record takes time logarithmic in the number of kept records.
 
     Args:
-        max_records: of all keys together, a subkey counting as one.
-        max_bytes: of keys, subkeys and values together.
+        max_records: records of all keys together; a subkey counts as one.
+        max_bytes: bytes of keys, subkeys and values together, see `DHTRecord.size`.
     """
 
     def __init__(self, max_records: int = 32768, max_bytes: int = 64 << 20) -> None:
@@ -66,13 +69,13 @@ class LocalStorage:
         self.bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._count = 0
-        self._owned: dict[bytes, int] = {}  # how many records each owner has
-        # (expiration time, key id, subkey), the soonest first. What was replaced meanwhile is still in it.
+        self._owned: dict[bytes, int] = {}  # the number of records of each owner
+        # A heap of (expiration time, key id, subkey). It may contain records that are gone or were replaced.
         self._expirations: list[tuple[float, int, bytes]] = []
         self._order: list[_Place] | None = None  # of all records, as `_Entry.order`
 
     def __len__(self) -> int:
-        """How many records are kept; those that expired since the last call with a time are counted."""
+        """The number of kept records, including those that have expired since the last call that gave the time."""
         return self._count
 
     def key_ids(self) -> list[int]:
@@ -90,7 +93,9 @@ class LocalStorage:
         return self._kept(key_id(record.key), record.subkey) == record
 
     def store(self, record: DHTRecord, now: float) -> bool:
-        """Keep `record` unless something newer is kept. Returns whether it is kept (also if it was already)."""
+        """Keep `record`, unless a newer one is kept. Returns whether `record` is kept, which it may have been
+        before.
+        """
         self.remove_expired(now)
         if record.expiration_time <= now:
             return False
@@ -117,7 +122,7 @@ class LocalStorage:
         return self._kept(identifier, record.subkey) is record
 
     def remove_expired(self, now: float) -> None:
-        """Drop all records whose time has come."""
+        """Drop all records that have expired."""
         while self._expirations and self._expirations[0][0] <= now:
             expiration, identifier, subkey = heapq.heappop(self._expirations)
             self._remove_if_current(identifier, subkey, expiration)
@@ -187,7 +192,7 @@ class LocalStorage:
             self._remove_if_current(identifier, subkey, expiration)
 
     def _forget_what_is_gone(self, identifier: int, entry: _Entry) -> None:
-        """Make the heaps anew in which more is gone than kept: that costs each record that was added a constant."""
+        """Rebuild each heap that has more gone records than kept ones. That costs constant time per record added."""
         if len(self._expirations) > 2 * self._count + 64:
             self._expirations = [place[1:] for place in self._places()]
             heapq.heapify(self._expirations)
@@ -213,7 +218,7 @@ def _heap(places: Iterable[_Place]) -> list[_Place]:
 
 
 def _wins(record: DHTRecord, entry: _Entry) -> bool:
-    """Whether `record` replaces what `entry`, the records of its key, has for it."""
+    """Whether `record` replaces the records that `entry`, the entry of its key, has in its place."""
     if (current := entry.records.get(record.subkey)) is not None:
         return (record.expiration_time, record.value) > (current.expiration_time, current.value)
     is_owned = bool(owners_of(record))

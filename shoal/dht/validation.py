@@ -1,4 +1,6 @@
-"""Which records are valid: the rule that every node applies to what it is asked to keep and to what it is told."""
+"""Which records are valid. Every node applies these rules to records that it is asked to keep and to those that it
+receives.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,38 @@ from shoal.p2p.identity import SIGNATURE_BYTES, Identity, PeerID
 
 
 class RecordValidator(ABC):
-    """A rule for records. All nodes that should keep to it need an equal one.
+    """A rule for records. All nodes that should apply the rule need an equal validator.
 
     The semantics are those of hivemind's `RecordValidatorBase`.
     """
 
     @abstractmethod
     def validate(self, record: DHTRecord) -> bool:
-        """Whether `record`, as `sign_value` left it, is valid; asked of what comes from others and of own records."""
+        """Whether `record`, as `sign_value` left it, is valid. Called for records of others and for own records."""
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """`record.value`, with what this validator wants to find there (at most 256 bytes). Called before storing."""
+        """`record.value` plus the bytes (at most 256) that this validator expects in a valid record. Called before
+        storing.
+        """
         return record.value
 
     def strip_value(self, record: DHTRecord) -> bytes:
-        """`record.value` without what `sign_value` added. Called only if `validate` was true of `record`."""
+        """`record.value` without the bytes that `sign_value` added. Called only if `validate` returned true for
+        `record`.
+        """
         return record.value
 
     @property
     def priority(self) -> int:
-        """Validators sign in the order of rising priority, and validate and strip in the opposite order."""
+        """The order of validators: they sign in rising order of priority, and validate and strip in falling order.
+        Default: 0.
+        """
         return 0
 
     def merge_with(self, other: RecordValidator) -> bool:
-        """Act for `other` as well from now on; whether that can be. If not, both must find a record valid."""
+        """Take over the rule of `other`, if this validator can; returns whether it did. If not, a record must pass
+        both.
+        """
         return False
 
 
@@ -59,7 +69,7 @@ class CompositeValidator(RecordValidator):
         self.extend(validators)
 
     def extend(self, validators: Iterable[RecordValidator]) -> None:
-        """Add validators, merging those that can be; those that were given stay as they are."""
+        """Add validators, and merge those that can be merged. The given validators themselves do not change."""
         for validator in validators:
             for index, existing in enumerate(self._validators):
                 merged = copy(existing)
@@ -89,10 +99,12 @@ class CompositeValidator(RecordValidator):
 
 
 class SignatureValidator(RecordValidator):
-    """A key or subkey that contains `[owner:<peer id>]` can be written only by that peer, which signs what it writes.
+    """Only the peer `<peer id>` can write a key or subkey that contains `[owner:<peer id>]`. That peer signs what it
+    writes.
 
-    The signature (ed25519, 64 bytes at the end of the value) covers key, subkey, value and expiration time. A key and a
-    subkey that name different owners, or a name that is no peer id, can be written by nobody. Every `DHTNode` has one.
+    The signature (ed25519, 64 bytes at the end of the value) covers key, subkey, value and expiration time. Nobody can
+    write a record whose key and subkey name different owners, or whose owner is no peer id. Every `DHTNode` has this
+    validator.
 
     Args:
         identity: signs this peer's own records.
@@ -105,7 +117,7 @@ class SignatureValidator(RecordValidator):
 
     @property
     def owner_marker(self) -> str:
-        """What to put into a key or subkey to make it this peer's own."""
+        """The text `[owner:<peer id>]` of this peer. A key or subkey that contains it belongs to this peer."""
         return owner_marker(self._identity.peer_id)
 
     def validate(self, record: DHTRecord) -> bool:
@@ -118,7 +130,7 @@ class SignatureValidator(RecordValidator):
             owner = PeerID.parse(owners[0].decode())
         except ValueError:
             return False
-        # Another text of the same peer id would be another place, under the same name, for whoever reads the subkeys.
+        # Another spelling of the same peer id would be another subkey, which readers take for the same peer's.
         if str(owner).encode() != owners[0]:
             return False
         return owner.verify(self._signed_bytes(record, self.strip_value(record)), record.value[-SIGNATURE_BYTES:])
@@ -133,11 +145,11 @@ class SignatureValidator(RecordValidator):
 
     @property
     def priority(self) -> int:
-        """High: the signature is the last that is added, and the first that is checked."""
+        """High: the signature is added last and checked first."""
         return 10
 
     def merge_with(self, other: RecordValidator) -> bool:
-        """One is enough: it checks the records of all owners."""
+        """One signature validator is enough: it checks the records of all owners."""
         return isinstance(other, SignatureValidator)
 
     def _signed_bytes(self, record: DHTRecord, value: bytes) -> bytes:
@@ -145,20 +157,24 @@ class SignatureValidator(RecordValidator):
 
 
 def owner_marker(peer: PeerID) -> str:
-    """What a key or subkey contains that only `peer` may write: `[owner:<peer id>]`."""
+    """The text `[owner:<peer id>]`. Only `peer` may write a key or subkey that contains it."""
     return f"[owner:{peer}]"
 
 
 class SchemaValidator(RecordValidator):
-    """Values must be of the type that is given for their key.
+    """The value of a key must have the type that the schema gives for it.
 
-    Several schema validators of a node act as one: a key that more than one of them names may have any of their types.
+    Several schema validators of a node act as one. A key that more than one of them names may have any of their types.
 
     Args:
         schema: a type for each key, as msgspec understands it (with `msgspec.Meta` for bounds). For a key with subkeys
-            it is `dict[<type of a subkey>, <type of its value>]`, and each subkey is checked on its own.
-        allow_extra_keys: whether keys that the schema does not name are valid; if one of several allows them, they are.
-        prefix: put, with an underscore, before the keys of `schema` that are strings.
+            the type is `dict[<type of a subkey>, <type of its value>]`, and each subkey is checked on its own.
+        allow_extra_keys: whether keys that the schema does not name are valid. If one of several schema validators
+            allows them, they are. Default: True.
+        prefix: a text to put, with an underscore, before the keys of `schema` that are strings; None for none.
+
+    Raises:
+        TypeError, ValueError: if a key of the schema is no key of a DHT.
     """
 
     def __init__(self, schema: Mapping[DHTKey, Any], allow_extra_keys: bool = True, prefix: str | None = None) -> None:
@@ -177,7 +193,7 @@ class SchemaValidator(RecordValidator):
             if record.subkey != NO_SUBKEY:
                 value = {decode_subkey(record.subkey): value}
             elif isinstance(value, dict) and any(_is_dictionary(expected) for expected in expected_types):
-                return False  # a dictionary that many write must not be overwritten as a whole
+                return False  # nobody may overwrite, as a whole, a dictionary that many peers write
         except ValueError:
             return False
         return any(_conforms(value, expected) for expected in expected_types)
@@ -196,7 +212,7 @@ def _is_dictionary(expected: Any) -> bool:
 
 
 class BytesWithPublicKey(bytes):
-    """In a schema: a subkey that has an owner, as `SignatureValidator.owner_marker` makes it; as bytes or a string."""
+    """A type for schemas: a subkey (bytes or str) that names an owner (`SignatureValidator.owner_marker`)."""
 
 
 def _custom(expected: type, value: object) -> object:
@@ -205,7 +221,7 @@ def _custom(expected: type, value: object) -> object:
     return BytesWithPublicKey(value)
 
 
-# The first time that msgspec (0.22) meets a type, another thread that meets it too would end the process.
+# If two threads of msgspec 0.22 convert to a type for the first time at the same moment, the process crashes.
 _one_at_a_time = threading.Lock()
 
 

@@ -1,19 +1,20 @@
-"""Contiguous memory: where every tensor sits in flat buffers, and the buffers themselves.
+"""Contiguous memory: where every tensor lies in flat buffers, and the buffers themselves.
 
-What this room promises, to every room above it:
+This room promises to every room above it:
 
-* a :class:`Layout` is a pure function of the tensors' dtypes, shapes, devices and order, so two peers that hold the
-  same tensors agree on every span and on the ``schema_hash``, over processes, machines and versions of torch;
-* a :class:`FlatBuffer` owns its memory, never moves it, and keeps the padding between tensors at zero as long as its
-  users write through the views or write whole spans that they got from an equal layout: digests are deterministic;
-* bytes of CPU buffers are reached as memoryviews of the same memory, without a copy and without numpy;
-* views that users meet have storages of their own over that memory, for those who compare storages: safetensors;
-* a :class:`ContiguousParams` keeps a model's parameters in flat buffers, and torch's optimizers step them as they would
-  step the parameters. The flat gradient is right whenever it is asked for. What leaves the buffers, or cannot be
-  stepped there, is said in an error;
-* importing it is cheap and changes nothing of torch; the first `ContiguousParams` registers torch's global hooks before
-  optimizers' steps and for modules' parameters (the latter also the first `Places` that keeps them). It imports torch
-  and nothing else of Shoal.
+* A :class:`Layout` is a pure function of the tensors' dtypes, shapes, devices and order. So two peers that hold the
+same tensors agree on every span and on the ``schema_hash``, across processes, machines and versions of torch.
+* A :class:`FlatBuffer` owns its memory, never moves it, and keeps the padding between tensors at zero, as long as its
+users write through the views or write whole spans that they got from an equal layout. So digests are deterministic.
+* The bytes of CPU buffers are available as memoryviews of the same memory, without a copy and without numpy.
+* Views that users get have storages of their own over that memory, for code that compares storages, such as
+safetensors.
+* A :class:`ContiguousParams` keeps a model's parameters in flat buffers, and torch's optimizers step them as they would
+step the parameters. The flat gradient is right whenever it is read. If a parameter leaves the buffers, or an optimizer
+can't step them there, an error says so.
+* Importing this room is cheap and changes nothing of torch. The first `ContiguousParams` registers torch's global hooks
+before optimizers' steps and for modules' parameters (the latter also the first `Places` that keeps them). The room
+imports torch and nothing else of Shoal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The private names of torch that this room uses. No other file of the room reaches for one.
-
-"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+"""The private names of torch that this room uses. No other file of the room uses one. The column "torch has it since"
+comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and later.
 
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
@@ -29,16 +28,16 @@ foreach_copy_ = torch._foreach_copy_
 foreach_zero_ = torch._foreach_zero_
 
 grad_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
-"""`tensor.grad` without the lookup of the name, and without the property of a subclass."""
+"""Reads `tensor.grad` without the lookup of the name, and without a subclass's property."""
 
 set_grad_slot: Callable[[Tensor, Tensor | None], None] = vars(torch._C.TensorBase)["grad"].__set__
-"""Sets `tensor.grad` without the property of a subclass."""
+"""Sets `tensor.grad` without a subclass's property."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Called within a backward pass: has a function called when the whole pass is done."""
+"""To be called within a backward pass: registers a function to call when the whole pass is done."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written to."""
+"""How many times a tensor was written to."""
 
 make_subclass = torch.Tensor._make_subclass
 """Makes a tensor of a subclass over the memory of another, without its graph."""
@@ -47,19 +46,22 @@ _PLACES: Final = ("_parameters", "_buffers")
 
 
 def compiler_is_near() -> bool:
-    """Whether what is called from here is compiled: torch.compile does not compile all of a step, but what follows."""
+    """Whether code that the caller calls is compiled. (torch.compile does not compile all of a step, but the rest of
+    it.)
+    """
     callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return callback is None or callback() is not None
 
 
 def places_in(module: nn.Module) -> list[dict[str, Tensor | None]]:
-    """The dictionaries in which a module holds its own parameters and buffers; none that another thread has still to
-    make."""
+    """The dictionaries in which a module holds its own parameters and buffers. Leaves out one that another thread has
+    yet to make.
+    """
     return [vars(module)[name] for name in _PLACES if name in vars(module)]
 
 
 def held_by(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of that name of the module itself."""
+    """The module's own parameter or buffer with that name; None if there is none."""
     parameter: Tensor | None = module._parameters.get(name)
     return module._buffers.get(name) if parameter is None else parameter
 
@@ -71,11 +73,11 @@ def recurrent_weights(module: nn.RNNBase) -> list[Tensor | None]:
 
 
 def place_in_weights(module: nn.RNNBase, name: str) -> int | None:
-    """Where the parameter of that name is in `recurrent_weights`."""
+    """The index of the parameter with that name in `recurrent_weights`; None if it is not there."""
     names = module._flat_weights_names
     return names.index(name) if name in names else None
 
 
 def loads_state_dict(code: CodeType) -> bool:
-    """Whether this is the code of the method that loads a module's own parameters."""
+    """Whether this is the code of the torch method that loads a module's own parameters."""
     return code.co_name == "_load_from_state_dict"

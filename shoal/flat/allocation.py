@@ -1,4 +1,4 @@
-"""Allocation of large CPU tensors: in huge pages, and in memory that was used before."""
+"""Allocation of large CPU tensors: in huge pages, and in memory that is used again."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 _LARGE_BYTES: Final = 4 << 20
-_MAX_SPARES: Final = 2  # as many as a donor holds states
+_MAX_SPARES: Final = 2  # as many as the states that a donor holds
 
 
 def zeros(numel: int, dtype: torch.dtype, recycled: bool = False) -> Tensor:
     """Allocates a 1-D CPU tensor of zeros, in memory like that of `empty`.
 
     Args:
-        numel: how many elements it has.
-        dtype: of the elements.
-        recycled: whether a large tensor may take the memory of an earlier recycled one to which nobody refers any more,
-            and leaves its own to later ones (see `forget_spares`): for copies that are made one after the other. On a
-            virtual machine that gives free pages back to its host, fresh memory costs 1 s per 400 MB.
+        numel: the number of elements.
+        dtype: the dtype of the elements.
+        recycled: whether a large tensor may take the memory of an earlier recycled tensor that nobody refers to any
+            more, and later leaves its own memory to others (see `forget_spares`). For copies that are made one after
+            the other. On a virtual machine that gives free pages back to its host, fresh memory costs 1 s per 400 MB.
     """
     nbytes = numel * dtype.itemsize
     if nbytes < _LARGE_BYTES:
@@ -39,8 +39,10 @@ def zeros(numel: int, dtype: torch.dtype, recycled: bool = False) -> Tensor:
 
 
 def empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """Allocates a 1-D CPU tensor with any content. A large one lies in huge pages, if the kernel has them: 400 MB are
-    filled in 0.065 s instead of 0.2."""
+    """Allocates a 1-D CPU tensor with arbitrary content.
+
+    A large one lies in huge pages, if the kernel has them: filling 400 MB takes 0.065 s instead of 0.2 s.
+    """
     nbytes = numel * dtype.itemsize
     if nbytes < _LARGE_BYTES:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -58,15 +60,16 @@ _spares: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
 
 
 def forget_spares() -> None:
-    """Gives memory that is kept for recycled tensors back to the kernel: spare memory at once, the rest when nobody
-    refers to it any more."""
+    """Gives the memory for recycled tensors back to the kernel: spare memory at once, the rest when nobody refers to
+    it.
+    """
     global _spares
     forgotten, _spares = _spares, queue.SimpleQueue()
     _shorten(forgotten, 0)
 
 
 def _let_go(memory: mmap.mmap, spares: queue.SimpleQueue[mmap.mmap]) -> None:
-    """Called in any thread, in the middle of anything: so without a lock."""
+    """Called on any thread and at any moment, so it takes no lock."""
     spares.put(memory)
     _shorten(spares, _MAX_SPARES if spares is _spares else 0)
 
@@ -78,7 +81,7 @@ def _shorten(spares: queue.SimpleQueue[mmap.mmap], length: int) -> None:
 
 
 def _spare(nbytes: int) -> mmap.mmap | None:
-    """Memory of that size that was let go of."""
+    """Spare memory of exactly that size; None if there is none."""
     spares = _spares
     for _ in range(spares.qsize()):
         with suppress(queue.Empty):  # another thread was quicker

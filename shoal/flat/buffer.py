@@ -1,4 +1,4 @@
-"""The memory of one layout: a flat tensor per buffer, and the views and bytes of it."""
+"""The memory of one layout: one flat tensor per buffer, with its views and bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shoal.flat.span import Span
 
 
 class FlatBuffer:
-    """Owns the memory of a layout. All of it starts as zeros, and the padding stays so: nothing here writes to it.
+    """Owns the memory of a layout. It starts as zeros. Nothing here writes to the padding, so the padding stays zero.
 
     Args:
-        layout: what to allocate. Buffers on the meta device get no memory, as everywhere in torch.
-        pinned: allocate CPU memory so that a GPU can reach it directly; needs a GPU.
-        recycled: large CPU memory is used again, see `shoal.flat.allocation.zeros`.
+        layout: the layout to allocate. Buffers on the meta device get no memory, as everywhere in torch.
+        pinned: allocate CPU memory that a GPU can access directly; needs a GPU. Default: False.
+        recycled: reuse large CPU memory, see `shoal.flat.allocation.zeros`. Default: False.
     """
 
     def __init__(self, layout: Layout, *, pinned: bool = False, recycled: bool = False) -> None:
@@ -31,21 +31,28 @@ class FlatBuffer:
             else torch.zeros(spec.numel, dtype=spec.dtype, device=spec.device, pin_memory=spec.device.type == "cpu")
             for spec in layout.buffers
         )
-        self._parts: list[Tensor] | None = None  # made once, by who asks for views: 10 µs each
-        # Made once: a slice of a memoryview costs 0.1 µs, a new one 0.6 to 14 µs.
+        self._parts: list[Tensor] | None = None  # made once, at the first call of views(): 10 µs each
+        # Made once: a slice of a memoryview takes 0.1 µs, a new memoryview 0.6 to 14 µs.
         self._bytes = tuple(bytes_of(flat) if flat.device.type == "cpu" else None for flat in self._flat)
 
     @classmethod
     def adopt(cls, tensors: Iterable[Tensor], *, pinned: bool = False) -> FlatBuffer:
-        """Moves these tensors into new flat memory: copies their values there and points ``tensor.data`` at the views.
+        """Moves these tensors into new flat memory: copies their values there, and makes ``tensor.data`` views of it.
 
-        The tensor objects stay the same, with their ``grad``, ``requires_grad`` and hooks; their strides become
+        The tensor objects stay the same and keep their ``grad``, ``requires_grad`` and hooks. Their strides become
         contiguous. Views of them that were taken before keep the old memory.
 
+        Args:
+            tensors: the tensors, each once.
+            pinned: as in the constructor.
+
+        Returns:
+            The buffer, whose layout has these tensors in order.
+
         Raises:
-            ValueError: if two of the tensors are the same object or share memory, because tied tensors would be torn
-                apart (give each once; ``module.parameters()`` does); if one is of a tensor subclass, such as DTensor;
-                and as :meth:`Layout.of`. Nothing is changed then.
+            ValueError: if two of the tensors are the same object or share memory, because moving them would untie tied
+                tensors (give each once, as ``module.parameters()`` does); if one is of a tensor subclass, such as
+                DTensor; and as :meth:`Layout.of`. Nothing is changed then.
         """
         tensors = list(tensors)
         for index, tensor in enumerate(tensors):
@@ -63,7 +70,7 @@ class FlatBuffer:
 
     @property
     def layout(self) -> Layout:
-        """What is where."""
+        """The layout of this memory."""
         return self._layout
 
     @property
@@ -74,16 +81,18 @@ class FlatBuffer:
     def views(self) -> list[Tensor]:
         """The tensors of the layout, in its order and shapes, as new views of the flat memory.
 
-        Those of each tensor have a storage of their own: `own_storage` says why.
+        The views of each tensor have a storage of their own; `own_storage` says why.
         """
         if self._parts is None:
             self._parts = [own_storage(self._flat[entry.buffer][entry.span.slice]) for entry in self._layout.entries]
         return [part.view(entry.shape) for part, entry in zip(self._parts, self._layout.entries, strict=True)]
 
     def copy_from(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the values of ``tensors`` in; one per entry, of its shape, of any dtype, device and strides.
+        """Copies the values of ``tensors`` into the flat memory, converted as by ``Tensor.copy_``. Autograd does not
+        see the copy.
 
-        Values are converted as by ``Tensor.copy_``. Autograd does not see the copy.
+        Args:
+            tensors: one tensor per entry of the layout, with its shape, of any dtype, device and strides.
 
         Raises:
             ValueError: if the number of tensors or a shape differs from the layout. Nothing is copied then.
@@ -101,10 +110,14 @@ class FlatBuffer:
                 view.copy_(tensor)
 
     def bytes(self, buffer_index: int, span: Span) -> memoryview:
-        """The bytes of a span of a CPU buffer: a writable view of the same memory that keeps it alive.
+        """The bytes of a span of a CPU buffer: a writable view of the same memory, which it keeps alive.
+
+        Args:
+            buffer_index: the number of the buffer in ``layout.buffers``.
+            span: elements of that buffer.
 
         Raises:
-            ValueError: if there is no such buffer, it is not on the CPU, or the span leaves it.
+            ValueError: if there is no such buffer, if it is not on the CPU, or if the span leaves it.
         """
         if not 0 <= buffer_index < len(self._flat):
             raise ValueError(f"there are {len(self._flat)} buffers, got buffer_index={buffer_index}")
@@ -118,9 +131,10 @@ class FlatBuffer:
 
 
 def refuse_shared_memory(tensors: Sequence[Tensor]) -> None:
-    """Raises ValueError if two tensors share memory, or are the same object; empty and meta tensors have none to share.
+    """Raises ValueError if two tensors share memory, or are the same object. Empty and meta tensors have no memory to
+    share.
 
-    Compares the memory between first and last element, so interleaved tensors count as sharing too.
+    It compares the memory between first and last element, so interleaved tensors count as sharing too.
     """
     ranges = []
     for index, tensor in enumerate(tensors):

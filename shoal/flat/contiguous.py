@@ -27,7 +27,7 @@ _NEW = "Make a new ContiguousParams and a new optimizer"
 
 
 class ContiguousParams:
-    """Moves parameters into flat buffers, so that an optimizer has one long tensor to step instead of many short ones.
+    """Moves parameters into flat buffers, so that an optimizer steps one long tensor instead of many short ones.
 
         parameters = ContiguousParams(model.parameters())
         optimizer = torch.optim.Adam(parameters.contiguous())
@@ -39,26 +39,26 @@ class ContiguousParams:
             optimizer.zero_grad()
             parameters.assert_buffer_is_valid()
 
-    The parameters stay the objects that they are, with their values, gradients, shapes, strides (if dense:
-    channels_last is kept), hooks and `requires_grad`. Their `.data` become views of one buffer per group, dtype and
-    device. Their gradients may be views of a second, or lie where autograd has put them; they are gathered when an
-    optimizer needs it, or when somebody asks for the `.grad` of what :meth:`contiguous` gives. Training is that of the
-    per-parameter optimizer: a parameter without a gradient is skipped, and has a step count of its own.
+    The parameters stay the same objects, with their values, gradients, shapes, strides (if dense: channels_last is
+    kept), hooks and `requires_grad`. Their `.data` become views of one buffer per group, dtype and device. Their
+    gradients may be views of a second buffer, or lie where autograd has put them. They are gathered when an optimizer
+    needs the flat gradient, or when the `.grad` of a flat parameter from :meth:`contiguous` is read. Training gives the
+    results of the per-parameter optimizer: a parameter without a gradient is skipped, and has a step count of its own.
 
-    Where the user asks for neither, the optimizer gets torch's fused kernel: as exact as the others, but rounded
-    differently by a few units in the last place. `foreach=False` gives the per-parameter numbers of float32 and
-    float64 to the bit.
+    If the user chooses neither `fused` nor `foreach`, the optimizer uses torch's fused kernel. It is as exact as the
+    other kernels, but rounds differently, by a few units in the last place. With `foreach=False`, float32 and float64
+    numbers equal those of the per-parameter optimizer to the bit.
 
     Args:
         parameters: as for a torch optimizer: parameters, `(name, parameter)` pairs, or groups of either with options;
-            or an `nn.Module`, for all that it has. One that is given twice in a group counts once. Names are for
-            messages.
+            or an `nn.Module`, for all of its parameters. A parameter that is given twice in a group counts once. Names
+            are used in messages.
 
     Raises:
-        TypeError: for something that is not a tensor where a parameter should be.
-        ValueError: if there are none; if one is in two groups, is no leaf, is on the meta device, is of a lazy module
-            that has not run yet, or is sparse or of a tensor subclass such as DTensor; or if two share memory. Nothing
-            is changed then.
+        TypeError: if something that should be a parameter is not a tensor.
+        ValueError: if there are no parameters; if one is in two groups, is no leaf, is on the meta device, belongs to a
+            lazy module that has not run yet, or is sparse or of a tensor subclass such as DTensor; or if two share
+            memory. Nothing is changed then.
     """
 
     def __init__(self, parameters: nn.Module | Iterable[Any]) -> None:
@@ -74,8 +74,8 @@ class ContiguousParams:
         self._gradient_memory = [
             view for group, buffer in zip(groups, gradients, strict=True) for view in _views(buffer, group)
         ]
-        # A second set, for these stay where they are when somebody moves the tensors that are `.grad`. Made in one go,
-        # so that they are near each other: each step looks at all of them.
+        # A second set of views, which stay in place when somebody moves the tensors that are `.grad`. They are made in
+        # one go, so that they lie near each other: each step reads all of them.
         gradient_views = [view.data for view in self._gradient_memory]
         cleared = [part for buffer in gradients for part in _small_parts(buffer)]
         self._gradient_addresses = list(map(_address_of, gradient_views))
@@ -95,10 +95,14 @@ class ContiguousParams:
         replacement.install()
 
     def contiguous(self) -> list[Any]:
-        """What an optimizer is given: one flat parameter per dtype and device, or groups of them with their options.
+        """The parameters for an optimizer: one flat parameter per dtype and device, or groups of them with their
+        options.
 
-        It is for `clip_grad_norm_` too. Where an optimizer had to split a run of parameters, because some of them had
-        no gradient in its step, its parts are here from then on.
+        Pass them to `clip_grad_norm_` too. If an optimizer had to split a flat parameter, because some of its
+        parameters had no gradient in a step, this returns its parts from then on.
+
+        Returns:
+            1-D parameters, of the dtypes and on the devices of the given ones.
         """
         return self._given.like_given([[leaf for flat in flats for leaf in flat.leaves()] for flats in self._flats])
 
@@ -107,11 +111,11 @@ class ContiguousParams:
         return self._given.like_given([[self._parameters[index] for index in group] for group in self._given.groups])
 
     def buffer_is_valid(self) -> bool:
-        """Whether the parameters are all in flat memory, and modules still have them.
+        """Whether all parameters are in flat memory, and modules still hold them.
 
-        Gradients are valid wherever they are, and may be None: the flat gradient is right whenever it is asked for.
-        Only a view of it that was given other memory (`p.grad.data = …`) is not valid. It costs 0.2 to 0.3 µs per
-        parameter, so it may be asked in every step.
+        A gradient may lie anywhere, or be None: the flat gradient is right whenever it is read. The only invalid
+        gradient is a view of flat memory that was given other memory (`p.grad.data = …`). The check takes 0.2 to 0.3 µs
+        per parameter, so it can run in every step.
         """
         return (
             self._places.replaced() is None
@@ -120,11 +124,11 @@ class ContiguousParams:
         )
 
     def assert_buffer_is_valid(self) -> None:
-        """As :meth:`buffer_is_valid`, for users who want to know.
+        """Raises an error unless :meth:`buffer_is_valid`.
 
         Raises:
-            ValueError: that names the first parameter that is not as it should be, says what happened to it, and the
-                way out: :meth:`make_params_contiguous`, or a new `ContiguousParams` and a new optimizer.
+            ValueError: if a parameter or gradient is not valid. The message names the first one, what happened to it,
+                and the remedy: :meth:`make_params_contiguous`, or a new `ContiguousParams` and a new optimizer.
         """
         if self.buffer_is_valid():
             return
@@ -136,13 +140,13 @@ class ContiguousParams:
         )
 
     def make_params_contiguous(self) -> None:
-        """Moves parameters and gradients that have left flat memory back into it, with the values that they have now.
+        """Moves parameters and gradients that have left flat memory back into it, with their present values.
 
-        Optimizers go on with it as if nothing had happened.
+        Optimizers continue as if nothing had happened.
 
         Raises:
-            ValueError: if one has another dtype, device or shape than before, or was replaced by another parameter.
-                Then a new `ContiguousParams` and a new optimizer are needed. Nothing is changed.
+            ValueError: if a parameter or gradient has another dtype, device or shape than before, or was replaced by
+                another one. Then a new `ContiguousParams` and a new optimizer are needed, and nothing has changed.
         """
         self._check_repairable()
         for parameter, view, address in zip(self._parameters, self._views, self._addresses, strict=True):
@@ -159,6 +163,12 @@ class ContiguousParams:
 
         It shares no memory with the optimizer. Any optimizer of the same class and the same parameters loads it.
 
+        Args:
+            optimizer: an optimizer of :meth:`contiguous`.
+
+        Returns:
+            A dictionary with "state" and "param_groups", as in torch.optim.
+
         Raises:
             ValueError: for LBFGS, and for state that is neither one number nor one number per element.
         """
@@ -166,6 +176,10 @@ class ContiguousParams:
 
     def load_original_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads the state dict of an optimizer that was made with :meth:`original`, or without Shoal.
+
+        Args:
+            optimizer: an optimizer of :meth:`contiguous`.
+            state_dict: a dictionary with "state" and "param_groups", as in torch.optim.
 
         Raises:
             ValueError: if it has other groups or shapes, and as :meth:`original_state_dict`. Nothing is loaded then.
@@ -194,7 +208,7 @@ class ContiguousParams:
                 raise ValueError(problem)
 
     def _beyond_repair(self, index: int) -> str | None:
-        """Why a parameter cannot be moved back, if so."""
+        """Why a parameter can't be moved back; None if it can."""
         parameter, view = self._parameters[index], self._views[index]
         label = self._given.label(index)
         ours = home_of(parameter)
@@ -208,7 +222,8 @@ class ContiguousParams:
                     f"or converted? {_NEW} after that"
                 )
         memory = (view.data_ptr(), self._gradient_memory[index].data_ptr())
-        if memory != (self._addresses[index], self._gradient_addresses[index]):  # storages move under all their tensors
+        # moving a storage moves all tensors over it
+        if memory != (self._addresses[index], self._gradient_addresses[index]):
             return (
                 f"the flat memory of {label} was moved: was the model, or a gradient, shared with another process "
                 f"(`share_memory()`, multiprocessing)? {_NEW}, and send copies"
@@ -216,7 +231,9 @@ class ContiguousParams:
         return None
 
     def _moved(self) -> tuple[int, str]:
-        """The first parameter that has left flat memory, and what of it has."""
+        """The first parameter of which something has left flat memory, and whether that is its "memory" or its
+        "gradient".
+        """
         for index, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
             if parameter.data_ptr() != address:
                 return index, "memory"
@@ -241,10 +258,10 @@ def _check(given: Given, index: int) -> None:
 
 
 def _views(buffer: FlatBuffer, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a buffer, with the strides of those that it is made for if they are dense."""
+    """The tensors of a buffer, with the strides of the tensors in ``like`` if those are dense."""
     flat = buffer.flat
     return [
-        # empty_like keeps the strides of dense tensors, and gives others contiguous ones.
+        # empty_like keeps the strides of dense tensors, and makes others contiguous.
         own_storage(flat[entry.buffer][entry.span.slice]).as_strided(
             entry.shape, torch.empty_like(tensor, device="meta").stride()
         )
@@ -253,7 +270,7 @@ def _views(buffer: FlatBuffer, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _small_parts(buffer: FlatBuffer) -> list[Tensor]:
-    """The memory of all small tensors of a buffer: neighbours, with the padding behind them, in one part."""
+    """The memory of all small tensors of a buffer. Neighbours, with the padding after them, are one part."""
     parts = []
     for number, flat in enumerate(buffer.flat):
         spans = [entry.span for entry in buffer.layout.entries if entry.buffer == number]
@@ -267,7 +284,7 @@ def _small_parts(buffer: FlatBuffer) -> list[Tensor]:
 
 
 def _small_samples(buffer: FlatBuffer) -> list[tuple[Tensor, Tensor]]:
-    """Per flat tensor of a buffer: its memory as integers, and where in it small tensors begin."""
+    """For each flat tensor of a buffer: its memory as integers, and the indices where small tensors begin in it."""
     samples = []
     for number, flat in enumerate(buffer.flat):
         spans = [entry.span for entry in buffer.layout.entries if entry.buffer == number]

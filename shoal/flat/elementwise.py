@@ -1,8 +1,9 @@
-"""Which optimizers may be given flat memory.
+"""Which optimizers may step flat memory.
 
-An optimizer is *element-wise* if what it does to one element depends on that element's value, gradient and state alone.
-Only then does it not matter that a run of parameters is one tensor. Others need whole tensors: a norm per layer (LARS,
-LAMB), rows and columns (Adafactor, Muon, Shampoo, SOAP), the places of a sparse gradient (SparseAdam).
+An optimizer is *element-wise* if its update of one element depends only on that element's value, gradient and state.
+Only then it makes no difference that several parameters are one tensor. Other optimizers need whole tensors: for a norm
+per layer (LARS, LAMB), for rows and columns (Adafactor, Muon, Shampoo, SOAP), or for the places of a sparse gradient
+(SparseAdam).
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import Final
 
 from torch import optim
 
-# LBFGS is not element-wise: it makes one vector of all its parameters, and that vector is the same with flat memory.
+# LBFGS is not element-wise, but it makes one vector of all its parameters, and that vector is the same in flat memory.
 _FINE: Final = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD, optim.LBFGS,
 )  # fmt: skip
 _FINE_BY_NAME: Final = {"lion", "qhm", "qhadam", "adabelief", "madgrad", "adan", "yogi", "signsgd"}
 
-# By name, in lower case and without underscores: they come from many packages, and most are subclasses of `Optimizer`.
+# By name, in lower case and without underscores: these classes come from many packages, and most are subclasses of
+# `Optimizer`.
 _WHOLE_TENSORS: Final = {
     "adafactor": "it factors the second moment of a matrix into rows and columns",
     "came": "it factors the second moment of a matrix into rows and columns",
@@ -47,22 +49,23 @@ PER_ELEMENT: Final = frozenset(
         "acc_delta", "prev", "step_size", "ax",
     }
 )  # fmt: skip
-"""The state of torch's optimizers that has the parameter's shape."""
+"""The names of the state of torch's optimizers that has the parameter's shape."""
 
 PER_TENSOR: Final = frozenset({"step", "eta", "mu", "mu_product"})
-"""The state of torch's optimizers that is one number per tensor. A parameter without dimensions has all its state of
-that shape, so there the name decides."""
+"""The names of the state of torch's optimizers that is one number per tensor. All state of a 0-dim parameter has that
+shape, so the name decides there.
+"""
 
 
 @cache
 def check_class(optimizer_class: type[optim.Optimizer]) -> None:
-    """Says whether a class of optimizers may step flat parameters; remembers those that may.
+    """Checks whether a class of optimizers may step flat parameters, and remembers the classes that may.
 
-    It warns, once, of a class that is neither a subclass of one of torch's element-wise optimizers nor known by its
-    name: `warnings.filterwarnings` is the way to say that yours is fine.
+    It warns once about a class that is neither a subclass of one of torch's element-wise optimizers nor known by its
+    name. If yours is element-wise, silence the warning by `warnings.filterwarnings`.
 
     Raises:
-        ValueError: if it is known to need whole tensors.
+        ValueError: if the class is known to need whole tensors.
     """
     names = [base.__name__.lower().replace("_", "") for base in optimizer_class.__mro__]
     for name in names:

@@ -1,4 +1,4 @@
-"""One run of parameters as one parameter, for `torch.optim`."""
+"""Several consecutive parameters as one parameter, for `torch.optim`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ZERO_GRAD = inspect.unwrap(Optimizer.zero_grad).__code__
 class Presence(Enum):
     """Which parameters of a run have a gradient."""
 
-    HOME = auto()  # all of them, and in flat memory
+    HOME = auto()  # all, and all gradients are in flat memory
     ALL = auto()
     NONE = auto()
     SOME = auto()
@@ -38,7 +38,9 @@ class Member:
     """One parameter of a run.
 
     Attributes:
-        index: its number in `GradientViews`, which is the one that the user gave it by its place.
+        index: its number in `GradientViews`: its place among the parameters that the user gave.
+        parameter: the parameter.
+        view: the view of the flat gradient for this parameter.
         span: its elements in the flat buffer, without the padding.
     """
 
@@ -50,10 +52,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a run that a kernel steps by itself: a large parameter, or small ones beside each other.
+    """A part of a run that a kernel steps by itself: a large parameter, or adjacent small ones.
 
     Attributes:
-        tensor: what is stepped, with its gradient in `.grad`: the parameter itself, or a part of the run.
+        tensor: the tensor that is stepped, with its gradient in `.grad`: the parameter itself, or a part of the run.
         start: its first element in the run.
     """
 
@@ -64,23 +66,25 @@ class Piece:
 class FlatParameter(nn.Parameter):
     """A *run*: consecutive parameters of one flat buffer, with the padding between them, as one 1-D parameter.
 
-    Its data are those of its parameters, in the same memory. Its `.grad` says what theirs say:
+    Its data are those of its parameters, in the same memory. Its `.grad` follows from theirs:
 
-    * if all of them have a gradient, the flat gradient, into which those that are elsewhere are copied first, and of
-      which all are views then; if none has, None;
-    * if some have, the flat gradient with zeros for the others, which makes norms and clipping right. An optimizer does
-      not see this: before its step the run is split (`shoal.flat.step_hook`);
-    * setting it to None does so for every one of them, so `optimizer.zero_grad()` works. A tensor is copied.
+    * If all parameters have a gradient, it is the flat gradient. Gradients that lie elsewhere are first copied into it,
+    and all gradients are views of it then. If none has a gradient, it is None.
+    * If some have one, it is the flat gradient with zeros for the others, so norms and clipping are right. An optimizer
+    never sees this: before its step the run is split (`shoal.flat.step_hook`).
+    * Setting it to None sets the gradients of all parameters to None, so `optimizer.zero_grad()` works. Setting it to a
+    tensor copies the tensor.
 
-    A look costs 0.2 µs per parameter, once in an optimizer's step and once in whatever else asks. Copies and pickles of
-    it are ordinary parameters, independent of any model.
+    Reading it takes 0.2 µs per parameter, once in an optimizer's step and once for any other reader. Copies and pickles
+    of a flat parameter are ordinary parameters, independent of any model.
 
     Attributes:
-        home: the gradients' home.
+        home: the gradients' views in flat memory.
         members: its parameters, at least one, in the order of the flat buffer.
-        parts: the shorter runs that have taken its place in optimizers; empty as long as it is whole.
+        parts: the shorter runs that have replaced it in optimizers; empty as long as it is not split.
         whole: the run as a plain tensor, whose `.grad` is the flat gradient.
-        pieces: the run between and beside its large parameters, and these; empty if it has none.
+        pieces: the large parameters of the run, and the parts between and beside them; empty if it has no large
+            parameter.
     """
 
     home: GradientViews
@@ -128,7 +132,7 @@ class FlatParameter(nn.Parameter):
         return self.members[0].span.start
 
     def presence(self) -> Presence:
-        """Which parameters have a gradient now, wherever it is."""
+        """Which parameters have a gradient now, wherever the gradient lies."""
         self.home.settle()
         if _are_home(self._parameters, self._views):
             return Presence.HOME
@@ -136,13 +140,13 @@ class FlatParameter(nn.Parameter):
         return Presence.ALL if all(has) else Presence.SOME if any(has) else Presence.NONE
 
     def collect(self) -> None:
-        """Brings gradients that are elsewhere to flat memory: then the flat gradient is right."""
+        """Moves gradients that lie elsewhere to flat memory, so that the flat gradient is right."""
         self._bring_home(self.members)
 
     def can_be_stepped_in_pieces(self) -> bool:
-        """Whether a fused kernel can take the gradients of large parameters from where they are, which is elsewhere.
+        """Whether a fused kernel can read the gradients of large parameters where they lie, outside of flat memory.
 
-        Then those of small ones are brought home.
+        If so, the gradients of small parameters are moved to flat memory.
         """
         away = [member for member in self._large if grad_of(member.parameter) is not member.view]
         if not away or not all(map(self._can_be_stepped, away)):
@@ -172,11 +176,15 @@ class FlatParameter(nn.Parameter):
             self.home.bring_home(strays)
 
     def split_by_presence(self) -> None:
-        """Splits the run where a parameter with a gradient is beside one without."""
+        """Splits the run between each parameter with a gradient and a neighbour without one."""
         self.split_by([grad is None for grad in map(grad_of, self._parameters)])
 
     def split_by(self, kinds: Sequence[object]) -> None:
-        """Splits the run between neighbours of unequal kinds, one kind per parameter, into its `parts`."""
+        """Splits the run into its `parts`, between neighbours of unequal kinds.
+
+        Args:
+            kinds: one kind per parameter.
+        """
         pairs = zip(self.members, kinds, strict=True)
         runs = [[member for member, _ in run] for _, run in groupby(pairs, itemgetter(1))]
         if len(runs) == 1:
@@ -189,13 +197,15 @@ class FlatParameter(nn.Parameter):
         ]
 
     def leaves(self) -> list[FlatParameter]:
-        """The runs that are in its place now."""
+        """The runs that have replaced this one; itself if it is not split."""
         if not self.parts:
             return [self]
         return [leaf for part in self.parts for leaf in part.leaves()]
 
     def check_address(self) -> None:
-        """Raises ValueError if the run or its first parameter has other memory: most moves of a model move them all."""
+        """Raises ValueError if the run or its first parameter has other memory. (Most moves of a model move all
+        parameters.)
+        """
         first = self.members[0]
         if self.data_ptr() != self._address:
             raise ValueError(
@@ -210,23 +220,23 @@ class FlatParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The flat gradient, of the run's shape; None if no parameter has a gradient.
+        """The flat gradient, with the run's shape; None if no parameter has a gradient.
 
         Raises:
-            ValueError: as :meth:`check_address`, for then it is not that of the model.
+            ValueError: as :meth:`check_address`, because the gradient would not be that of the model.
         """
         asking = sys._getframe(1)
         if asking.f_code is _ZERO_GRAD and asking.f_locals.get("set_to_none"):
             self.check_address()
-            return self._gradient  # only to be dropped, so it need not be gathered
+            return self._gradient  # the caller only drops it, so it need not be gathered
         presence = self.presence()
         if presence is Presence.NONE:
             return None
         if presence is not Presence.HOME:
             self.collect()
-        self.check_address()  # after it, for it says more of gradients with another dtype
+        self.check_address()  # after collect(), whose error says more about gradients with another dtype
         if self._padding.numel() and version_of(self._gradient) != self._cleaned:
-            # Clipping by a norm that is nan made zeros nan, and nothing else would ever write to these again.
+            # Clipping by a NaN norm makes the padding NaN, and nothing else would ever write to it again.
             self._gradient.index_fill_(0, self._padding, 0)
             self._cleaned = version_of(self._gradient)
         if presence is Presence.SOME:
@@ -245,7 +255,7 @@ class FlatParameter(nn.Parameter):
         set_grads(self._parameters, None if value is None else self._views)
 
     def show_to_compiler(self) -> None:
-        """Compiled steps look at torch's own slot, past the property."""
+        """Sets torch's own slot of `.grad`, which compiled steps read instead of the property."""
         set_grad_slot(self, self.grad)
 
     @property
@@ -253,8 +263,8 @@ class FlatParameter(nn.Parameter):
         """1.
 
         Raises:
-            ValueError: if an optimizer asks that needs whole tensors. (torch's Muon asks when it is made, and would
-                refuse the answer without the reason. Others are refused at their first step.)
+            ValueError: if the caller is an optimizer that needs whole tensors. (torch's Muon reads `ndim` when it is
+                made, and would refuse 1 without giving this reason. Other optimizers are refused at their first step.)
         """
         if isinstance(asking := sys._getframe(1).f_locals.get("self"), Optimizer):
             check_class(type(asking))  # type: ignore[arg-type]
@@ -269,12 +279,12 @@ class FlatParameter(nn.Parameter):
 
 
 def _are_home(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> bool:
-    """Whether each parameter has its view as gradient."""
+    """Whether the gradient of each parameter is its view."""
     return all(map(is_, map(grad_of, parameters), views))
 
 
 def _padding(numel: int, members: Sequence[Member]) -> Tensor:
-    """The elements of a run that belong to no parameter."""
+    """The indices of the elements of a run that belong to no parameter."""
     start = members[0].span.start
     stops = [member.span.stop - start for member in members]
     nexts = [member.span.start - start for member in members[1:]] + [numel]
@@ -287,7 +297,7 @@ def _padding(numel: int, members: Sequence[Member]) -> Tensor:
 
 
 def _pieces(data: Tensor, gradient: Tensor, members: Sequence[Member]) -> list[Piece]:
-    """A run, cut at its large parameters."""
+    """The run, cut at its large parameters."""
     first = members[0].span.start
     pieces: list[Piece] = []
     for large, group in groupby(members, lambda member: is_large(member.view)):

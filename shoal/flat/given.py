@@ -1,4 +1,4 @@
-"""What a user gives in place of parameters: a module, parameters, named parameters, or groups of them with options."""
+"""The forms in which users give parameters: a module, parameters, named parameters, or groups of them with options."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Parameters as they were given, each once.
+    """Parameters as the user gave them, each once.
 
     Attributes:
-        parameters: all of them, group after group.
-        names: one per parameter, empty where none was given.
-        groups: per group the numbers of its parameters.
-        options: per group its options; None if no groups were given, and then there is one.
+        parameters: all parameters, group after group.
+        names: one name per parameter, empty if none was given.
+        groups: for each group, the numbers of its parameters.
+        options: for each group, its options. None if no groups were given; then there is one group.
     """
 
     parameters: Sequence[Tensor]
@@ -27,10 +27,10 @@ class Given:
 
     @staticmethod
     def of(given: nn.Module | Iterable[Any]) -> Given:
-        """Reads what a user gave.
+        """Reads the parameters that a user gave.
 
         Raises:
-            TypeError: for something that is not a tensor where a parameter should be.
+            TypeError: if something that should be a parameter is not a tensor.
             ValueError: if there are no parameters, or if one is in two groups.
         """
         if isinstance(given, Tensor):
@@ -72,6 +72,6 @@ class Given:
         return [{"params": items} | options for items, options in zip(lists, self.options, strict=True)]
 
     def label(self, index: int) -> str:
-        """How a message calls a parameter."""
+        """The name of a parameter in messages."""
         name = f"{self.names[index]!r}, " if self.names[index] else ""
         return f"parameter {index} ({name}shape {tuple(self.parameters[index].shape)})"

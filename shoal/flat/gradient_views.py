@@ -1,19 +1,20 @@
-"""Gradients of parameters in flat memory: where they may be, and how they come into it.
+"""Gradients of parameters in flat memory: where they may lie, and how they get there.
 
-Nobody but torch itself says whether a parameter has a gradient: `parameter.grad` is a tensor, or None. It may be
-anywhere: where autograd put it, in a bucket of `DistributedDataParallel`, where a user put it. Whoever needs the flat
-gradient has it gathered first, and then the views of flat memory are the parameters' `.grad`.
+Only torch itself says whether a parameter has a gradient: `parameter.grad` is a tensor, or None. The tensor may lie
+anywhere: where autograd has put it, in a bucket of `DistributedDataParallel`, or where a user has put it. Code that
+needs the flat gradient first gathers the gradients; from then on the views of flat memory are the parameters' `.grad`.
 
-Small gradients on the CPU need no copy. Autograd gives a parameter without a gradient a new tensor, but adds to one
-that is there; and adding to a view that is zero costs less than to allocate, keep and copy a tensor. So, when the first
-parameter of a backward pass has its gradient, all others without one get their views, cleared by one kernel; and at the
-end of the pass those that autograd has not written to lose them again. That is one hook on one parameter.
+Small gradients on the CPU need no copy. Autograd gives a parameter without a gradient a new tensor, but adds to a
+gradient that exists. Adding to a view of zeros costs less than allocating, keeping and copying a tensor. So, when the
+first parameter of a backward pass gets its gradient, all others without a gradient get their views, which one kernel
+clears. At the end of the pass, views that autograd has not written to are removed again. All this needs one hook on one
+parameter.
 
-They are cleared to -0.0, which added to any number is that number to the bit. So a view that does not begin with -0.0
-has been written to, and one kernel says it of all. If that leaves a doubt, the views' versions decide.
+The views are cleared to -0.0, because -0.0 plus any number is that number to the bit. A view that does not begin with
+-0.0 has been written to, and one kernel checks this for all views. If a doubt remains, the views' versions decide.
 
-Large gradients stay where autograd puts them: an optimizer's fused kernel takes them from there (`stand_in`). Clearing
-or copying them would cost another pass over memory.
+Large gradients stay where autograd puts them: an optimizer's fused kernel reads them there (`stand_in`). Clearing or
+copying them would cost another pass over memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from shoal.flat._torch import call_after_backward, foreach_copy_, foreach_zero_,
 _strided = torch.strided
 
 LARGE: Final = 1 << 18
-"""Bytes. From here on, a fused kernel that takes one more tensor costs less than to clear or copy the gradient first:
-`benchmarks.contiguous` with layers of 128 to 1,000."""
+"""Bytes. From this size on, one more tensor for a fused kernel costs less than clearing or copying the gradient first:
+measured by `benchmarks.contiguous` with layers of 128 to 1,000.
+"""
 
 
 def is_large(tensor: Tensor) -> bool:
@@ -44,7 +46,7 @@ def is_large(tensor: Tensor) -> bool:
 
 
 def set_grads(parameters: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-    """Makes these the gradients of the parameters; None drops what they have."""
+    """Sets the gradients of the parameters; None for ``grads`` drops them."""
     for parameter, grad in zip(parameters, repeat(None) if grads is None else grads):  # noqa: B905  # repeat has no end
         parameter.grad = grad
 
@@ -53,10 +55,10 @@ class GradientViews:
     """The views of flat memory that are, or can become, the gradients of some parameters.
 
     Args:
-        parameters: what the gradients are of. They leave an older `GradientViews`.
-        views: one per parameter, of its shape, dtype, device and strides, with a version counter of its own.
+        parameters: the parameters of these gradients. They leave an older `GradientViews`.
+        views: one view per parameter, with its shape, dtype, device and strides, and a version counter of its own.
         cleared: parts of flat memory that hold the views of all small parameters, and of no others.
-        samples: flat memory as integers of the same size, and where in it small parameters begin.
+        samples: flat memory as integers of the same size, and the indices where small parameters begin in it.
     """
 
     def __init__(
@@ -79,18 +81,21 @@ class GradientViews:
         self._views = [views[index] for index in small]
         sampled = sum(starts.numel() for _, starts in samples)
         self._samples = samples if sampled == len(small) else []
-        """Not if a small parameter is empty or complex."""
-        # C++ holds each view for good. A tensor that only Python holds changes its owner when it becomes a `.grad`, and
-        # again when it no longer is one: 0.1 to 0.2 µs for both.
+        """Empty if a small parameter is empty or complex."""
+        # C++ code holds each view for good. A tensor that only Python holds changes its owner when it becomes a
+        # `.grad`, and again when it stops being one: 0.1 to 0.2 µs for both.
         self._keepers = [view.detach() for view in views]
         set_grads(self._keepers, views)
         self._placed: list[int] | None = None
-        """During a backward pass that began with placing views, their versions then; -1 for those that were there."""
+        """During a backward pass in which views were placed: their versions at that moment, and -1 for parameters that
+        had a gradient.
+        """
         self._marked = False
-        """Whether all of them were cleared to -0.0."""
+        """Whether all views were cleared to -0.0."""
         self.kept: list[Tensor] = []
-        """Large gradients that were copied, until gradients are dropped. Freed right after the copy, their memory would
-        cost the next backward pass its page faults: a fifth of its time (ResNet-18)."""
+        """Large gradients that were copied, kept until gradients are dropped. If they were freed right after the copy,
+        page faults would take a fifth of the time of the next backward pass (ResNet-18).
+        """
         self._nodes: list[Any] = []
         self._hooks: list[Any] = []
         self._misses = 0
@@ -101,10 +106,10 @@ class GradientViews:
         self._look_for_the_first()
 
     def bring_home(self, indices: Sequence[int]) -> None:
-        """Copies gradients that are elsewhere into their views, and makes the views the parameters' `.grad`.
+        """Copies gradients that lie elsewhere into their views, and makes the views the parameters' `.grad`.
 
         Raises:
-            ValueError: if a gradient is of another shape or dtype or on another device than its flat memory.
+            ValueError: if a gradient has another shape, dtype or device than its flat memory.
         """
         for index in indices:
             view, grad = self.views[index], self.parameters[index].grad
@@ -124,11 +129,13 @@ class GradientViews:
         set_grads([self.parameters[index] for index in indices], views)
         if 2 * len(views) > len(self._views) > 0:
             self._misses += 1
-            if self._misses & (self._misses - 1) == 0:  # less and less often, if it does not help
+            if self._misses & (self._misses - 1) == 0:  # less and less often, in case it does not help
                 self._look_for_the_first()
 
     def free(self, views: Sequence[Tensor]) -> None:
-        """Call before writing to these views: a parameter whose gradient is the view of another gets a copy of it."""
+        """To be called before writing to these views: a parameter whose gradient is another parameter's view gets a
+        copy of it.
+        """
         written = set(map(id, views))
         if written.isdisjoint(map(id, map(grad_of, self.parameters))):
             return
@@ -137,7 +144,7 @@ class GradientViews:
                 parameter.grad = grad.clone()
 
     def strays(self) -> Iterator[int]:
-        """Which parameters have a gradient that is not their view."""
+        """The indices of the parameters that have a gradient which is not their view."""
         self.settle()
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
@@ -145,9 +152,9 @@ class GradientViews:
                 yield index
 
     def settle(self) -> None:
-        """Takes the views from the parameters that got no gradient in the last backward pass.
+        """Removes the views from the parameters that got no gradient in the last backward pass.
 
-        At its end autograd calls this; if it failed, whoever looks at the gradients next does.
+        Autograd calls this at the end of the pass. If the pass failed, the next reader of the gradients calls it.
         """
         placed, self._placed = self._placed, None
         if placed is None or (self._marked and not any(map(_has_mark, self._samples))):
@@ -157,10 +164,12 @@ class GradientViews:
                 parameter.grad = None
 
     def place(self, first: int) -> None:
-        """Called when the first small parameter has its gradient: gives all others without one their views, cleared.
+        """Called when the first small parameter has its gradient: clears the views, and gives them to all others
+        without a gradient.
 
-        Not if gradients get a graph (`create_graph=True`), for then autograd adds out of place. Not among processes
-        either: `DistributedDataParallel(gradient_as_bucket_view=True)` wants its own views in `.grad`, or none.
+        It does nothing if gradients get a graph (`create_graph=True`), because autograd then adds out of place. It does
+        nothing in a process group either, because `DistributedDataParallel(gradient_as_bucket_view=True)` needs its own
+        views in `.grad`, or None.
         """
         if torch.is_grad_enabled() or (distributed.is_available() and distributed.is_initialized()):
             return
@@ -169,8 +178,8 @@ class GradientViews:
         parameters, views = self._parameters, self._views
         grad, view = grad_of(parameters[first]), views[first]
         if grad is None or not fits(grad, view):
-            return  # of a model that was moved: whoever asks for the flat gradient hears of it
-        # One loop, since touching all of them is what costs.
+            return  # the model was moved: the next reader of the flat gradient gets an error
+        # One loop, because touching all tensors is the main cost.
         placed = []
         for parameter, own in zip(parameters, views, strict=True):
             if parameter.grad is None:
@@ -182,7 +191,7 @@ class GradientViews:
         if there == len(placed):
             return
         if only_first := there == 1 and grad is not view:
-            if id(grad) in self._ids:  # another parameter's view, which is cleared now
+            if id(grad) in self._ids:  # another parameter's view, which the next lines clear
                 grad = grad.clone()
             for part in self._cleared:
                 part.fill_(-0.0)
@@ -197,16 +206,16 @@ class GradientViews:
         call_after_backward(self.settle)
 
     def retire(self) -> None:
-        """Leaves the gradients alone from now on: other flat memory has some of the parameters."""
+        """Leaves the gradients alone from now on, because other flat memory has some of the parameters."""
         self._placed = None
         self._parameters = self._views = []
         self._forget_hooks()
 
     def _look_for_the_first(self) -> None:
-        """Has the next backward pass say which small parameter is the first to have its gradient.
+        """Lets the next backward pass find the small parameter that gets its gradient first.
 
-        For that pass, and only for it, each has a hook: on its node in the graph, which is made anew in each forward
-        pass, unless somebody keeps it. We do, until then.
+        In that pass only, every small parameter has a hook, on its node in the graph. Each forward pass makes new nodes
+        unless somebody keeps them, so the nodes are kept until then.
         """
         if self._nodes or (distributed.is_available() and distributed.is_initialized()):
             return
@@ -219,7 +228,7 @@ class GradientViews:
                 self._hooks.append(node.register_hook(partial(_is_first, home, number)))
 
     def found(self, number: int) -> None:
-        """Called by the parameter that is first."""
+        """Called by the hook of the parameter that is first."""
         if self._nodes:
             self._forget_hooks()
             hook = partial(_has_gradient, weakref.ref(self), number)
@@ -244,20 +253,20 @@ def _has_gradient(home: weakref.ref[GradientViews], number: int, _: Tensor) -> N
 
 
 def _has_mark(sample: tuple[Tensor, Tensor]) -> bool:
-    """Whether one of the views begins with -0.0, and may not have been written to."""
+    """Whether one of the views begins with -0.0, and so may not have been written to."""
     integers, starts = sample
     return int(integers.index_select(0, starts).min()) == torch.iinfo(integers.dtype).min
 
 
 def fits(tensor: Tensor, view: Tensor) -> bool:
-    """Whether a gradient can be in this flat memory."""
+    """Whether a gradient has the dtype, shape and device of this flat memory."""
     return tensor.dtype is view.dtype and tensor.shape == view.shape and tensor.device == view.device
 
 
 _homes: weakref.WeakValueDictionary[int, GradientViews] = weakref.WeakValueDictionary()
-"""By the id of a parameter, where its gradient lives, which has the parameter alive."""
+"""The `GradientViews` of each parameter, by the parameter's id. The `GradientViews` keeps the parameter alive."""
 
 
 def home_of(parameter: Tensor) -> GradientViews | None:
-    """Where the gradient of a parameter lives; None if it is an ordinary one."""
+    """The `GradientViews` of a parameter; None if the parameter is an ordinary one."""
     return _homes.get(id(parameter))

@@ -1,4 +1,4 @@
-"""Which of torch's kernels an optimizer steps with, where its user asked for none."""
+"""The choice of torch's kernel for an optimizer's step, if the user has chosen none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shoal.flat.flat_parameter import FlatParameter, Presence
 
 
 def pick_kernels(optimizer: Optimizer) -> None:
-    """Has the next step made by torch's fused kernel, wherever there is one and the user asked for none.
+    """Selects torch's fused kernel for the next step of ``optimizer``, wherever torch has one and the user has chosen
+    no kernel.
 
-    On flat memory it is the fastest: one pass that keeps nothing. To be called before every step, when the gradients
-    are there.
+    On flat memory it is the fastest: one pass that keeps nothing. Call this before every step, when the gradients are
+    there.
     """
     for group in optimizer.param_groups:
         pick_kernel(optimizer, group)
@@ -26,24 +27,26 @@ def pick_kernels(optimizer: Optimizer) -> None:
 
 
 def pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Turns on torch's fused kernel where it exists and the user asked for none: on flat memory it is the fastest."""
+    """Turns on torch's fused kernel, the fastest on flat memory, if it exists and the user has chosen no kernel."""
     if group.get("fused", False) is not None or group.get("foreach") is not None or group.get("differentiable"):
         return
     options = (value for name, value in group.items() if name not in ("params", "lr"))
     if any(isinstance(value, Tensor) or (isinstance(value, tuple) and Tensor in map(type, value)) for value in options):
-        return  # the fused kernels take plain numbers
+        return  # the fused kernels take plain numbers only
     parameters = group["params"]
     if not all(map(_has_fused_kernels, parameters)):
         return
     group["fused"] = True
     for parameter in parameters:
-        step = optimizer.state.get(parameter, {}).get("step")  # loaded for another kernel
+        step = optimizer.state.get(parameter, {}).get("step")  # loaded in the form for another kernel
         if step is not None:
             optimizer.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device)
 
 
 def unpick_kernel(optimizer: SGD) -> None:
-    """Not in this step, if a run has its first gradient after others: torch 2.13's fused SGD fails without a buffer."""
+    """Turns the fused kernel off for this step if only some runs have a momentum buffer: torch 2.13's fused SGD fails
+    then.
+    """
     for group in optimizer.param_groups:
         if group.get("fused") and group["momentum"]:
             states = [optimizer.state.get(run, {}) for run in group["params"] if _has_gradient(run)]
@@ -52,13 +55,13 @@ def unpick_kernel(optimizer: SGD) -> None:
 
 
 def unpick(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Not in this step, unless the user asked for it."""
+    """Turns the fused kernel off for this step, unless the user has chosen it."""
     if optimizer.defaults.get("fused", True) is None:
         group["fused"] = None
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Without a look at a flat gradient, which would have to be gathered."""
+    """Whether there is a gradient. Does not read a flat gradient, which would have to be gathered."""
     if type(parameter) is FlatParameter:
         return parameter.presence() is not Presence.NONE
     return parameter.grad is not None

@@ -1,10 +1,10 @@
-"""The layout: where every tensor sits in the flat buffers.
+"""The layout: where every tensor lies in the flat buffers.
 
-The rule, which is part of the wire format and of the schema hash: tensors keep the order in which they were given;
-each goes to the end of the buffer of its (dtype, device), at the next multiple of 64 bytes; buffers are in the order of
-their first tensor, and end at a multiple of 64 bytes as well. So the layout follows from dtypes, shapes and devices
-alone, and only dtypes and shapes go over the wire: a received layout cannot have spans that overlap or leave their
-buffer.
+The following rule is part of the wire format and of the schema hash. Tensors keep the order in which they were given.
+Each tensor goes to the end of the buffer of its (dtype, device), at the next multiple of 64 bytes. Buffers are in the
+order of their first tensor, and also end at a multiple of 64 bytes. So the layout follows from dtypes, shapes and
+devices alone. Only dtypes and shapes go over the wire, so a received layout can't have spans that overlap or leave
+their buffer.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from torch import Tensor
 from shoal.flat.span import Span
 
 ALIGNMENT: Final = 64
-"""Bytes. Every tensor and every buffer starts at a multiple of it: a cache line, and the widest vector registers."""
+"""Bytes. Every tensor and every buffer starts at a multiple of this, the size of a cache line and of the widest vector
+registers.
+"""
 
 WIRE_FORMAT: Final = 1
 """The number of the rule above; it changes when the rule does."""
 
 MAX_TENSORS: Final = 2**17
-"""Tensors in one layout; bounds what a received layout can make this process allocate for its description."""
+"""Tensors in one layout. This bounds the memory that the description of a received layout can take."""
 
 MAX_DIMS: Final = 64
 """Dimensions of one tensor; torch's own limit."""
 
 MAX_BYTES: Final = 2**42
-"""Bytes of all buffers of one layout (4 TiB). Whoever allocates for a received layout compares `nbytes` with less."""
+"""Bytes of all buffers of one layout (4 TiB). Code that allocates memory for a received layout checks `nbytes` against
+a smaller bound.
+"""
 
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
@@ -47,7 +51,13 @@ _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """One flat buffer: ``numel`` elements of ``dtype`` on ``device``, padding included."""
+    """One flat buffer: ``numel`` elements of ``dtype`` on ``device``, padding included.
+
+    Attributes:
+        dtype: the dtype of the elements.
+        device: the device of the memory.
+        numel: the number of elements, padding included.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -61,7 +71,13 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a layout: the elements ``span`` of buffer number ``buffer``, contiguous in ``shape``."""
+    """One tensor of a layout: the elements ``span`` of buffer number ``buffer``, contiguous in ``shape``.
+
+    Attributes:
+        buffer: the number of the buffer in ``Layout.buffers``.
+        span: the tensor's elements in the buffer, without padding.
+        shape: the tensor's shape.
+    """
 
     buffer: int
     span: Span
@@ -70,13 +86,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every tensor sits in the flat buffers. Made by :meth:`of` or :meth:`from_wire`, never changed.
+    """Where every tensor lies in the flat buffers. Made by :meth:`of` or :meth:`from_wire`, and immutable.
 
     Attributes:
         buffers: one per (dtype, device), in the order of their first tensor.
         entries: one per tensor, in the order in which the tensors were given.
-        schema_hash: 32 bytes, equal exactly when dtypes, shapes and order are; devices are not in it, nor is anything
-            of the process, the machine or the torch version.
+        schema_hash: 32 bytes, equal exactly if dtypes, shapes and order are equal. It does not depend on devices, or on
+            the process, the machine or the torch version.
     """
 
     buffers: tuple[BufferSpec, ...]
@@ -85,11 +101,11 @@ class Layout:
 
     @staticmethod
     def of(tensors: Iterable[Tensor]) -> Layout:
-        """The layout of these tensors. Reads no values: meta tensors will do, and strides do not matter.
+        """The layout of these tensors. It reads no values, so meta tensors are allowed. Strides do not matter.
 
         Raises:
-            ValueError: for a tensor that is sparse or of a dtype without a name on the wire, and beyond `MAX_TENSORS`
-                or `MAX_BYTES`.
+            ValueError: if a tensor is sparse or has a dtype without a name on the wire, or beyond `MAX_TENSORS` or
+                `MAX_BYTES`.
         """
         specs = []
         for index, tensor in enumerate(tensors):
@@ -102,10 +118,14 @@ class Layout:
 
     @staticmethod
     def from_wire(wire: object, device: torch.device | str = "cpu") -> Layout:
-        """The layout that :meth:`to_wire` described, with all tensors on ``device``. ``wire`` may be anything at all.
+        """The layout that :meth:`to_wire` described, with all tensors on ``device``.
+
+        Args:
+            wire: the description. It may be any object, because it comes from the network.
+            device: the device of all buffers. Default: the CPU.
 
         Raises:
-            ValueError: that says what is wrong, if ``wire`` is not a layout within the bounds of this module.
+            ValueError: if ``wire`` is not a layout within the bounds of this module. The message says what is wrong.
         """
         if not isinstance(wire, list | tuple) or len(wire) != 2:
             raise ValueError("a layout is [format, tensors]")
@@ -122,7 +142,7 @@ class Layout:
     def to_wire(self) -> list[object]:
         """The layout as lists, strings and ints for msgpack: ``[format, [[dtype name, [size, …]], …]]``.
 
-        As with ``schema_hash``, devices are left out: they are each peer's own affair.
+        As in ``schema_hash``, devices are left out: each peer chooses its own.
         """
         return [
             WIRE_FORMAT,
@@ -132,8 +152,9 @@ class Layout:
     def on(self, device: torch.device | str) -> Layout:
         """The layout of the same tensors, all on one device.
 
-        Tensors on several devices are in more buffers than the same tensors on one device. Whatever peers must agree on
-        is therefore said in spans of ``layout.on("cpu")``, which is the same for all that share a ``schema_hash``.
+        Tensors on several devices are in more buffers than the same tensors on one device. So peers express everything
+        that they must agree on in spans of ``layout.on("cpu")``, which is the same for all peers with the same
+        ``schema_hash``.
         """
         place = torch.device(device)
         return _lay_out([(self.buffers[entry.buffer].dtype, place, entry.shape) for entry in self.entries])
@@ -152,7 +173,7 @@ class Layout:
 def _lay_out(specs: list[tuple[torch.dtype, torch.device, tuple[int, ...]]]) -> Layout:
     _check_count(len(specs))
     places: dict[tuple[torch.dtype, torch.device], int] = {}
-    numels: list[int] = []  # of the buffers so far
+    numels: list[int] = []  # elements of each buffer so far
     entries = []
     digest = hashlib.blake2b(digest_size=32, person=f"shoal layout {WIRE_FORMAT}".encode())
     nbytes = 0

@@ -1,5 +1,8 @@
-"""The memory of one tensor: as a memoryview, as another tensor, as a storage of its own, and whether it is all finite.
-Nothing is copied."""
+"""The memory of one tensor as a memoryview, as another tensor, or with a storage of its own; and a check that all is
+finite.
+
+Nothing here copies memory.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from torch import Tensor
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype as a writable memoryview of bytes (format ``"B"``).
 
-    Nothing is copied: what is written to one is seen by the other. The memoryview and every slice of it keep the
-    tensor's memory alive.
+    The memoryview shares the tensor's memory: each sees what is written to the other. It and every slice of it keep the
+    memory alive.
 
     Raises:
         ValueError: if the tensor is not on the CPU or not contiguous.
@@ -27,8 +30,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if nbytes == 0:  # a memoryview of zero ctypes elements cannot be cast to bytes
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    # A memoryview holds the object it was made of, and that object must hold the memory: the storage, not the tensor,
-    # which `tensor.data = other` can give other memory.
+    # A memoryview keeps the object alive that it was made of, and that object must keep the memory alive. It holds the
+    # storage and not the tensor, because `tensor.data = other` can give a tensor other memory.
     array.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
@@ -36,11 +39,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
     """The bytes of ``data`` as a 1-D CPU tensor of ``dtype``: the inverse of :func:`bytes_of`.
 
-    Nothing is copied: what is written to one is seen by the other. The tensor keeps ``data`` alive.
+    The tensor shares the memory of ``data``, and keeps it alive: each sees what is written to the other.
 
     Raises:
         ValueError: if ``data`` is read-only, is not a whole number of elements, or starts at an address that is not
-            aligned for ``dtype`` (C++ code may assume that it is, whatever the processor allows).
+            aligned for ``dtype`` (C++ code may assume alignment, whatever the processor allows).
     """
     itemsize = dtype.itemsize
     if data.nbytes % itemsize:
@@ -56,12 +59,12 @@ def tensor_from(data: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 def own_storage(part: Tensor) -> Tensor:
-    """The memory of a contiguous 1-D tensor, in general a slice, as a 1-D tensor that has a storage of its own.
+    """The memory of a contiguous 1-D tensor, usually a slice, as a 1-D tensor with a storage of its own.
 
     Code that compares storages takes slices of one tensor for the same tensor: safetensors saves only one of them, and
-    `torch.save` saves the whole memory with each. So Shoal gives users tensors with storages of their own. What is
-    written to one is seen by the other, but each has its own version counter. The result keeps the memory alive. A
-    tensor on the meta device has no memory, and is returned as it is.
+    `torch.save` saves the whole memory with each. So Shoal gives users tensors with storages of their own. The result
+    shares the memory of ``part`` and keeps it alive: each sees what is written to the other, but each has its own
+    version counter. A tensor on the meta device has no memory and is returned unchanged.
     """
     if part.is_meta:
         return part
@@ -71,10 +74,11 @@ def own_storage(part: Tensor) -> Tensor:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite, for any shape (also of no elements), real or complex dtype, and device.
+    """Whether no element of ``tensor`` is NaN or infinite. It may have any shape (also without elements), any real or
+    complex dtype, and any device.
 
-    The smallest and the largest element tell so in one pass that keeps nothing, since both are NaN where any is: 0.5 ms
-    for 25 MB, of which `isfinite().all()` makes three temporary copies, in 20 to 50 ms.
+    The function computes the smallest and the largest element, in one pass that keeps nothing; both are NaN if any
+    element is. This takes 0.5 ms for 25 MB. `isfinite().all()` makes three temporary copies and takes 20 to 50 ms.
     """
     if not tensor.numel():
         return True

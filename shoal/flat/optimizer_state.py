@@ -1,4 +1,6 @@
-"""The state of an optimizer of flat parameters: split with its runs, translated to and from the per-parameter form."""
+"""The state of an optimizer of flat parameters: split together with runs, and converted to and from the per-parameter
+form.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,21 @@ State = dict[str, Any]
 
 
 def use_parts(optimizer: Optimizer) -> None:
-    """Puts the parts of split runs in their place, in the optimizer's groups and in its state.
+    """Replaces split runs by their parts, in the optimizer's groups and in its state.
 
-    State of the run's shape is sliced, without a copy; one number is copied, since the parts' steps differ from now on.
+    State with the run's shape is sliced without a copy. State that is one number is copied, because the parts' step
+    counts may differ from now on.
 
     Raises:
         ValueError: for state that is neither.
     """
     _move_to_parts(optimizer.state)
-    for group in optimizer.param_groups:  # in place: LBFGS and wrappers of optimizers keep the lists
+    for group in optimizer.param_groups:  # in place, because LBFGS and wrappers of optimizers hold the lists
         group["params"][:] = _leaves(group["params"])
 
 
 def original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """What `optimizer.state_dict()` would be if it had been given the parameters themselves; in memory of its own."""
+    """The result of `optimizer.state_dict()` if it had been given the parameters themselves, in memory of its own."""
     _refuse_lbfgs(optimizer)
     packed = optimizer.state_dict()
     state: dict[int, State] = {}
@@ -41,8 +44,8 @@ def original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         options = {name: value for name, value in packed_group.items() if name not in ("params", "param_names")}
         to_host = False
         if options.get("fused") and optimizer.defaults.get("fused", True) is None:
-            options["fused"] = None  # the step hook's choice, not the user's
-            to_host = not options.get("capturable")  # which is where the other kernels want the steps
+            options["fused"] = None  # the step hook chose it, not the user
+            to_host = not options.get("capturable")  # other kernels need the step counts on the CPU
         states: dict[int, State] = {}
         for holder, key in zip(group["params"], packed_group["params"], strict=True):
             if (values := packed["state"].get(key)) is not None:
@@ -59,10 +62,11 @@ def original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_original_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Loads what an optimizer of the parameters themselves has saved. Runs are split where steps or names differ.
+    """Loads the state dict of an optimizer of the parameters themselves. Splits runs where steps or names of state
+    differ.
 
     Raises:
-        ValueError: if the state dict has other groups, or state that cannot be laid out flat. Nothing is loaded then.
+        ValueError: if the state dict has other groups, or state that can't be laid out flat. Nothing is loaded then.
     """
     _refuse_lbfgs(optimizer)
     use_parts(optimizer)
@@ -71,7 +75,7 @@ def load_original_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]
     found, wanted = [len(group["params"]) for group in saved_groups], [len(parameters) for parameters in originals]
     if found != wanted:
         raise ValueError(f"the state dict has groups of {found} parameters, but the optimizer has groups of {wanted}")
-    states: dict[int, State] = {}  # by the parameter's id
+    states: dict[int, State] = {}  # by the id of the parameter
     for parameters, saved_group in zip(originals, saved_groups, strict=True):
         for parameter, key in zip(parameters, saved_group["params"], strict=True):
             states[id(parameter)] = state_dict["state"].get(key, {})
@@ -103,7 +107,7 @@ def _leaves(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _originals(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters behind a group's, in the order in which they were given to their `ContiguousParams`."""
+    """The parameters behind those of a group, in the order in which they were given to their `ContiguousParams`."""
     first_of_home: dict[int, int] = {}
     ordered: list[tuple[tuple[int, int], Tensor]] = []
     for place, parameter in enumerate(parameters):
@@ -133,7 +137,7 @@ def _slice(name: str, value: object, flat: FlatParameter, leaf: FlatParameter) -
 
 
 def _number(name: str, value: object) -> object:
-    """A copy of state that is one number, or the like."""
+    """A copy of state that is one number, a string or None. Raises ValueError for other state."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.clone()
     if value is None or isinstance(value, int | float | str):
@@ -146,7 +150,7 @@ def _number(name: str, value: object) -> object:
 
 
 def _taken_apart(holder: Tensor, values: State) -> dict[int, State]:
-    """The state of each parameter of a run, by the parameter's id."""
+    """The state of each parameter of a run, by the id of the parameter."""
     if type(holder) is not FlatParameter:
         return {id(holder): copy.deepcopy(values)}
     return {
@@ -163,7 +167,7 @@ def _taken(name: str, value: object, flat: FlatParameter, member: Member) -> obj
 
 
 def _shaped(elements: Tensor, member: Member) -> Tensor:
-    """A parameter's elements of something flat, in its shape and strides."""
+    """A parameter's elements of flat state, in the parameter's shape and strides."""
     return elements.as_strided(member.parameter.shape, member.parameter.stride())
 
 
@@ -174,7 +178,7 @@ def _is_per_element(name: str, value: object, parameter: Tensor) -> bool:
 
 
 def _kind(member: Member, state: State) -> object:
-    """What two parameters must have in common to be in one run: the names of their state, and its numbers."""
+    """The properties that all parameters of one run must share: the names of their state, and its numbers."""
     return sorted(
         (name, None if _is_per_element(name, value, member.parameter) else repr(_plain(_number(name, value))))
         for name, value in state.items()
@@ -186,7 +190,7 @@ def _plain(value: object) -> object:
 
 
 def _joined(holder: Tensor, states: Mapping[int, State]) -> State:
-    """The state of a run, from that of its parameters."""
+    """The state of a run, joined from that of its parameters."""
     if type(holder) is not FlatParameter:
         return states[id(holder)]
     first = holder.members[0].parameter
@@ -199,7 +203,8 @@ def _joined(holder: Tensor, states: Mapping[int, State]) -> State:
         for member in holder.members:
             start = member.span.start - holder.start
             elements = joined[name][start : start + len(member.span)]
-            _shaped(elements, member).copy_(states[id(member.parameter)][name].to_dense())  # torch's may be sparse
+            # torch's state may be sparse
+            _shaped(elements, member).copy_(states[id(member.parameter)][name].to_dense())
     return joined
 
 

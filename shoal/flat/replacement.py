@@ -1,13 +1,13 @@
-"""Notices when a module gives up a flat parameter for another `nn.Parameter`, which no look at the parameter can tell.
+"""Notices when a module replaces a flat parameter by another `nn.Parameter`. The parameter itself does not show this.
 
-`module.weight = nn.Parameter(...)` does so; so does `module.to("meta")`, which tells no hook. So the places where
-modules hold the parameters are remembered, and looked at.
+`module.weight = nn.Parameter(...)` replaces a parameter. So does `module.to("meta")`, which calls no hook. So this file
+records the places where modules hold the parameters, and checks those places.
 
-`load_state_dict(assign=True)` does the same, but means only the values. So these are copied into flat memory, and the
-module keeps its parameter: the optimizer goes on training it. (nn.RNN, LSTM and GRU compute with a list of their
-parameters, so that is kept right and looked at too.) For that a global hook, which torch calls when a module
-registers a parameter, is put there when the first `ContiguousParams` is made, or the first `Places` whose parameters
-are kept; it costs other registrations about a microsecond. Buffers that are kept are treated alike.
+`load_state_dict(assign=True)` replaces parameters too, but means only the values. So these are copied into flat memory,
+and the module keeps its parameter, which the optimizer goes on training. (nn.RNN, LSTM and GRU compute with a list of
+their parameters, so that list is corrected and checked too.) This needs a global hook, which torch calls when a module
+registers a parameter. The first `ContiguousParams` registers the hook, or the first `Places` that keeps its parameters.
+The hook costs other registrations about a microsecond. Buffers are kept in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Holder:
     Attributes:
         module: the module.
         owner: its parameters or its buffers: the tensor is `owner[name]`.
-        name: of the tensor there.
+        name: the tensor's name there.
         index: the tensor's number.
     """
 
@@ -50,14 +50,14 @@ class Holder:
 
 
 def living_modules(names: Set[str] | None = None) -> list[nn.Module]:
-    """The modules of the process: those that refer to their class. A look takes about 0.1 s, and a tenth of that if few
-    classes are wanted.
+    """The modules of the process, found as the objects that refer to their class.
 
-    `gc.get_objects` would be faster, but it refers to all objects for a while, among them tuples that other threads
-    have not finished. CPython raises SystemError in such a thread when it finishes its tuple.
+    This takes about 0.1 s, and a tenth of that for few classes. `gc.get_objects` would be faster. But it refers to all
+    objects for a while, among them tuples that other threads have not finished, and CPython raises SystemError in a
+    thread that finishes such a tuple.
 
     Args:
-        names: of classes, if only their modules and those of their subclasses are wanted.
+        names: names of classes, to find only modules of these classes and of their subclasses; None for all modules.
     """
     wanted = _classes()
     if names is not None:
@@ -92,11 +92,11 @@ def holders_of(tensors: Sequence[Tensor]) -> list[Holder]:
 
 
 class Places:
-    """Where modules hold some tensors.
+    """The places where modules hold some tensors.
 
     Args:
         tensors: parameters or buffers.
-        holders: of these, if they are known.
+        holders: the holders of these tensors; None to look for them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], holders: Sequence[Holder] | None = None) -> None:
@@ -112,8 +112,9 @@ class Places:
         ]
 
     def keep(self) -> None:
-        """From now on, and as long as this object lives, `load_state_dict(assign=True)` copies the values into these
-        tensors, and the modules keep them."""
+        """From now on, as long as this object lives, `load_state_dict(assign=True)` copies values into these tensors,
+        and the modules keep the tensors.
+        """
         install()
         for tensor in self._parameters:
             if not isinstance(tensor, nn.Parameter):
@@ -121,9 +122,10 @@ class Places:
             _kept[id(tensor)] = self
 
     def replaced(self) -> tuple[int, str] | None:
-        """The number of a tensor in whose place a module has another one, and the name there.
+        """A tensor that a module has replaced by another one: its number, and its name in the module. None if there is
+        none.
 
-        A place that is empty now is fine: the tensor was dropped or renamed, as in pruning.
+        An empty place is fine: the tensor was dropped or renamed, as in pruning.
         """
         held = map(dict.get, self._owners, self._names)  # type: ignore[arg-type]
         if all(map(is_, held, self._parameters)):
@@ -135,7 +137,7 @@ class Places:
         return self._replaced_in_list()
 
     def _replaced_in_list(self) -> tuple[int, str] | None:
-        """As :meth:`replaced`, in the lists that recurrent modules compute with."""
+        """As :meth:`replaced`, for the lists that recurrent modules compute with."""
         for module, name, index, parameter in self._recurrent:
             weights, place = recurrent_weights(module), place_in_weights(module, name)
             if place is not None and weights[place] is not None and weights[place] is not parameter:
@@ -145,7 +147,7 @@ class Places:
 
 @cache
 def install() -> None:
-    """Registers the hook, once in the process."""
+    """Registers the hook, once per process."""
     register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
 
 
@@ -155,11 +157,11 @@ def _install_for_buffers() -> None:
 
 
 _kept: weakref.WeakValueDictionary[int, Places] = weakref.WeakValueDictionary()
-"""By the id of a tensor that is kept, who keeps it, and has it alive."""
+"""The `Places` that keeps a tensor, by the tensor's id. The `Places` keeps the tensor alive."""
 
 
 def _on_registration(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
-    if is_dynamo_compiling():  # a forward pass that sets a buffer
+    if is_dynamo_compiling():  # a compiled forward pass that sets a buffer
         return None
     old = held_by(module, name)
     if old is None or old is parameter or not _is_kept(old) or not _is_load_state_dict():
@@ -169,7 +171,7 @@ def _on_registration(module: nn.Module, name: str, parameter: Tensor) -> Tensor 
     with torch.no_grad():
         old.copy_(parameter)
     if isinstance(module, nn.RNNBase) and (place := place_in_weights(module, name)) is not None:
-        recurrent_weights(module)[place] = old  # in which the module has just put the other one
+        recurrent_weights(module)[place] = old  # the module has just put the other one there
     return old
 
 

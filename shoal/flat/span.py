@@ -1,4 +1,4 @@
-"""A span: the half-open range of elements of a flat buffer that everything distributed is done to."""
+"""A span: the half-open range of elements of a flat buffer on which all distributed operations work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from dataclasses import dataclass
 class Span:
     """The elements ``start <= i < stop`` of a flat buffer.
 
-    ``len(span)`` is the number of elements, so an empty span is false. Spans order by start, then by stop.
+    ``len(span)`` is the number of elements, so an empty span is false. Spans are ordered by start, then by stop.
+
+    Attributes:
+        start: the first element.
+        stop: one past the last element.
 
     Raises:
         ValueError: unless ``0 <= start <= stop``.
@@ -27,18 +31,17 @@ class Span:
 
     @property
     def slice(self) -> slice:
-        """The same range as a ``slice``, to index a 1-D tensor with."""
+        """The same range as a ``slice``, for indexing a 1-D tensor."""
         return slice(self.start, self.stop)
 
     def intersect(self, other: Span) -> Span:
-        """The elements that are in both spans; an empty span where there are none."""
+        """The elements that are in both spans; an empty span if there are none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def split(self, n_elements: int) -> list[Span]:
-        """Cuts the span into consecutive spans of ``n_elements`` each, the last one possibly shorter.
-
-        An empty span gives an empty list.
+        """Cuts the span into consecutive spans of ``n_elements`` each. The last one may be shorter. An empty span gives
+        an empty list.
 
         Raises:
             ValueError: if ``n_elements`` is below 1.

@@ -1,9 +1,9 @@
-"""The stand-in: what torch's step works on in the place of an optimizer of flat parameters, for one call.
+"""The stand-in: an object that torch's step uses for one call, in place of an optimizer of flat parameters.
 
 torch's step hooks may replace the arguments of a step, and `self` is one of them. So a step gets a shallow copy of the
-optimizer, in which each flat parameter is a plain tensor, or the *pieces* that its gradients can be stepped in without
+optimizer. In the copy, each flat parameter is a plain tensor, or the *pieces* whose gradients can be stepped without
 being gathered. Its state is that of the optimizer: a piece's tensors are views of the run's. The optimizer itself, its
-state dict and its hooks know of nothing, also if the step fails.
+state dict and its hooks are not affected, even if the step fails.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _STEPPED_SO: Final = {
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
 }  # fmt: skip
-"""These step what is in `param_groups` and `state`, and keep nothing of their own. Of others, subclasses of these
-included, nobody knows."""
+"""These classes step the contents of `param_groups` and `state`, and keep nothing else. Other classes, subclasses of
+these included, may keep more.
+"""
 
 _WITH_FUSED_KERNELS: Final = {optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad}
 
 _CUTS = "_shoal_cuts"
-"""The attribute of an optimizer for the state of pieces, by the run."""
+"""The optimizer's attribute for the state of pieces, by run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class Cut:
     """The state of a run, cut for its pieces.
 
     Attributes:
-        source: what was cut.
-        states: one per piece. Numbers, such as `step`, are the run's own for the first, and copies for the others.
-        numbers: per number the run's own, and all the copies.
+        source: the values that were cut.
+        states: one state per piece. The first piece has the run's own numbers, such as `step`; the others have copies.
+        numbers: for each number, the run's own tensor, and all the copies.
     """
 
     source: list[object]
@@ -48,12 +49,12 @@ class Cut:
 
 
 class _State(dict[Tensor, Any]):
-    """The state of what is stepped: looked up in that of the optimizer when it is asked for."""
+    """The state for a step. An entry is looked up in the optimizer's state when it is read."""
 
     def __init__(self, state: Mapping[Tensor, Any]) -> None:
         super().__init__()
         self.state = state
-        self.runs: dict[int, FlatParameter] = {}  # by the id of the tensor that is stepped
+        self.runs: dict[int, FlatParameter] = {}  # by the id of the stepped tensor
 
     def __missing__(self, key: Tensor) -> Any:
         found = self[key] = self.state[self.runs.get(id(key), key)]
@@ -61,12 +62,12 @@ class _State(dict[Tensor, Any]):
 
 
 def can_stand_in(optimizer: Optimizer) -> bool:
-    """Whether a step of this optimizer can be given a stand-in."""
+    """Whether a step of this optimizer can use a stand-in."""
     return type(optimizer) in _STEPPED_SO and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def stand_in(optimizer: Optimizer) -> Optimizer:
-    """What is stepped instead of this optimizer, once it is filled."""
+    """An empty stand-in for this optimizer; `fill` gives it parameters."""
     double: Optimizer = object.__new__(type(optimizer))
     vars(double).update(vars(optimizer))
     double.param_groups = []
@@ -75,12 +76,12 @@ def stand_in(optimizer: Optimizer) -> Optimizer:
 
 
 def fill(double: Optimizer, optimizer: Optimizer, seen: Iterable[Presence]) -> None:
-    """Gives a stand-in the optimizer's groups, with what is stepped in place of the runs.
+    """Gives a stand-in the optimizer's groups, with plain tensors or pieces in place of the runs.
 
     Args:
         double: the stand-in.
-        optimizer: that which it stands in for.
-        seen: which gradients its runs have, one after the other: all or none.
+        optimizer: the optimizer for which it stands in.
+        seen: for each of its runs in order, which gradients it has: all or none.
     """
     presences = iter(seen)
     state: Any = double.state
@@ -105,7 +106,9 @@ def fill(double: Optimizer, optimizer: Optimizer, seen: Iterable[Presence]) -> N
 
 
 def _cut(optimizer: Optimizer, group: dict[str, Any], run: FlatParameter) -> Cut | None:
-    """The state of the pieces of a run; None if they cannot be stepped, as there is no state before the first step."""
+    """The state of the pieces of a run; None if pieces can't be stepped, for example before the first step makes
+    state.
+    """
     if not group.get("fused") or type(optimizer) not in _WITH_FUSED_KERNELS:
         return None
     state = optimizer.state.get(run, {})
@@ -141,6 +144,6 @@ def _cut_state(state: Mapping[str, Any], run: FlatParameter) -> Cut:
 
 
 def _part(value: Tensor, piece: Piece) -> Tensor:
-    """A piece's elements of the state of its run."""
+    """The elements of a piece in the state of its run."""
     tensor = piece.tensor
     return value[piece.start : piece.start + tensor.numel()].as_strided(tensor.shape, tensor.stride())

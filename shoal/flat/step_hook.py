@@ -1,7 +1,7 @@
-"""What happens right before an optimizer steps flat parameters, so that torch.optim treats them as the originals.
+"""The hook right before an optimizer steps flat parameters, which makes torch.optim treat them as the originals.
 
-torch calls global hooks before every optimizer's step. One is put there when the first `ContiguousParams` is made; it
-costs an optimizer without flat parameters 1 µs, and 30 ns per parameter.
+torch calls global hooks before every optimizer's step. The first `ContiguousParams` registers one. It costs an
+optimizer without flat parameters 1 µs, plus 30 ns per parameter.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from shoal.flat.optimizer_state import use_parts
 from shoal.flat.stand_in import can_stand_in, fill, stand_in
 
 _CHECKED = "_shoal_checked_state"
-"""The attribute of an optimizer that holds its state, if it was looked at: loading a state dict makes it a new one."""
+"""The optimizer's attribute for the state that was checked. Loading a state dict makes a new state, which is checked
+again.
+"""
 
 
-_uncompiled: dict[str, Callable[..., Any]] = {}  # what runs without torch.compile, also if a step is compiled
+_uncompiled: dict[str, Callable[..., Any]] = {}  # functions that run uncompiled, even in a compiled step
 
 
 @cache
 def install() -> None:
-    """Registers the hook, once in the process."""
-    # Here, since the import behind it is slow; optimizers cause it as well.
+    """Registers the hook, once per process."""
+    # Here and not at the top, because torch.compiler.disable triggers a slow import. Making an optimizer triggers it as
+    # well.
     _uncompiled["prepare"] = torch.compiler.disable(_prepare)  # type: ignore[no-untyped-call]
     torch.compiler.disable(_before_step, recursive=False)  # type: ignore[no-untyped-call]
     register_optimizer_step_pre_hook(_before_step)
@@ -89,8 +92,8 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _settle(optimizer: Optimizer, flats: list[FlatParameter], double: Optimizer | None, compiled: bool) -> None:
     """Looks at the gradients, and splits runs in which some parameters have one and others do not.
 
-    The optimizer then skips the parts without: no weight decay, no momentum, a step count of their own. LBFGS takes
-    zeros for gradients that are not there, from ordinary parameters too, so its runs stay whole.
+    The optimizer then skips the parts without gradients: no weight decay, no momentum, and a step count of their own.
+    LBFGS uses zeros for missing gradients, with ordinary parameters too, so its runs are not split.
     """
     seen = [flat.presence() for flat in flats]
     if not isinstance(optimizer, LBFGS) and (Presence.SOME in seen or any(flat.parts for flat in flats)):
@@ -110,13 +113,14 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter], double: Optimizer 
 
 
 def _check_state(optimizer: Optimizer, flats: list[FlatParameter]) -> None:
-    """Looks once at a state that may have been loaded: torch's `load_state_dict` takes any shape.
+    """Checks the shapes of a state once, because it may have been loaded, and torch's `load_state_dict` takes any
+    shape.
 
-    Its fused kernels look at none either, and write beyond the end of what is too short. Other runs than those that the
-    state was saved with are easily had, so it is said here.
+    torch's fused kernels do not check shapes either, and write beyond the end of a tensor that is too short. A state
+    dict can easily belong to other runs than these, so this check raises the error.
 
     Raises:
-        ValueError: for state of another shape than its run's.
+        ValueError: if state has another shape than its run.
     """
     for flat in flats:
         for name, value in optimizer.state.get(flat, {}).items():

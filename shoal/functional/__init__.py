@@ -1,21 +1,21 @@
-"""Optimizers as values: pure in-place updates of tensors that others own, without `Optimizer` objects.
+"""Functional optimizers: pure in-place updates of tensors that others own, without `Optimizer` objects.
 
-What this room promises, to ``remote`` and to users who write their own loops:
+This room promises, to ``remote`` and to users who write their own loops:
 
-* a :class:`FunctionalOptimizer` holds options only, never a tensor of a model or of its state; one value can be used
-  from any number of threads at once, as long as each call has its own parameters and state;
-* ``step(params, grads, state)`` gives torch.optim's numbers. With the same kernel on the same shapes it is the same to
-  the bit, for every option of the torch class. One flat tensor of float32 or float64 in the place of many gives the
-  same bits too, but for the fused SGD, Adam and AdamW on CPUs, whose kernels round the ends of tensors differently from
-  the rest: there, after 100 steps with the same gradients, no element differs by more than 2 units in the last place of
-  the largest parameter;
-* with a fused kernel the whole update is one call that releases the GIL; nothing needs TorchScript;
-* a fused kernel is tried once for each class, dtype and device before it is used: torch has some that are missing, and
-  one that is wrong (SGD with momentum of 16-bit parameters on CPUs, which leaves them as they are);
-* :data:`functional_optim_map` says which functional class stands for which optimizer class; users register their own,
-  in this form or in that of PyTorch's recipe, and :func:`bind` makes both look alike.
+* A :class:`FunctionalOptimizer` is a value. It holds options only, and never a tensor of a model or of its state. Any
+number of threads may use one value at once, as long as each call has its own parameters and state.
+* ``step(params, grads, state)`` gives torch.optim's numbers. With the same kernel on the same shapes they are equal to
+the bit, for every option of the torch class. One flat tensor of float32 or float64 in place of many gives the same bits
+too, except with the fused SGD, Adam and AdamW on CPUs: their kernels round the ends of tensors differently from the
+rest. There, after 100 steps with the same gradients, no element differs by more than 2 units in the last place of the
+largest parameter.
+* With a fused kernel the whole update is one call that releases the GIL. Nothing needs TorchScript.
+* Before a fused kernel is used, it is tried once for each class, dtype and device. Some are missing in torch, and one
+is wrong: SGD with momentum on CPUs leaves 16-bit parameters unchanged.
+* :data:`functional_optim_map` maps optimizer classes to functional classes. Users register their own, in Shoal's form
+or in that of PyTorch's recipe. :func:`bind` gives both forms the same interface.
 
-Importing it loads torch and keeps no state but the map and the kernels that were tried.
+Importing this room loads torch. The only state that it keeps is the map and the results of the kernel trials.
 """
 
 from __future__ import annotations

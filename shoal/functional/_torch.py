@@ -1,6 +1,5 @@
-"""The private names of torch that this room uses. No other file of the room reaches for one.
-
-"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+"""The private names of torch that this room uses. No other file of the room uses one. The column "torch has it since"
+comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and later.
 
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
@@ -36,7 +35,7 @@ foreach_neg = torch._foreach_neg
 foreach_sub_ = torch._foreach_sub_
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The tensor that a tensor is a view of."""
+"""The tensor of which a tensor is a view; None if it is no view."""
 
 
 def _missing(*_: Any, **__: Any) -> None:
@@ -50,7 +49,7 @@ fused_sgd_: Callable[..., None] = getattr(torch, "_fused_sgd_", _missing)
 
 
 def guards_of(tensors: Sequence[Tensor]) -> TensorGuards | None:
-    """What compares other tensors with these by ``check(*tensors)``; None if torch has nothing of the kind."""
+    """An object that compares other tensors with these by ``check(*tensors)``; None if torch has no such object."""
     if TensorGuards is None:
         return None
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

@@ -15,8 +15,11 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adadelta(FunctionalOptimizer):
     """Adadelta (Zeiler 2012, arXiv 1212.5701), with the options, defaults and numbers of `torch.optim.Adadelta`.
 
+    The options are those of `torch.optim.Adadelta`: lr, rho, eps, weight_decay, foreach, capturable, maximize.
+    `differentiable` must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

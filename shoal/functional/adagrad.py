@@ -16,8 +16,11 @@ from shoal.functional.base import NUMBER, FunctionalOptimizer, State, StateEntry
 class Adagrad(FunctionalOptimizer):
     """Adagrad (Duchi, Hazan and Singer 2011), with the options, defaults and numbers of `torch.optim.Adagrad`.
 
+    The options are those of `torch.optim.Adagrad`: lr, lr_decay, weight_decay, initial_accumulator_value, eps,
+    foreach, maximize, fused. `differentiable` must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

@@ -17,8 +17,11 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adam(FunctionalOptimizer):
     """Adam (Kingma and Ba 2015, arXiv 1412.6980), with the options, defaults and numbers of `torch.optim.Adam`.
 
+    The options are those of `torch.optim.Adam`: lr, betas, eps, weight_decay, amsgrad, foreach, maximize,
+    capturable, fused, decoupled_weight_decay. `differentiable` must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range, or options contradict each other.
     """
 
     element_wise: ClassVar[bool] = True
@@ -95,7 +98,16 @@ class Adam(FunctionalOptimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): as `torch.optim.AdamW`; Adam with decoupled decay."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101): Adam with decoupled weight decay.
+
+    It has the options, defaults and numbers of `torch.optim.AdamW`.
+
+    The options are those of `torch.optim.AdamW`: lr, betas, eps, weight_decay, amsgrad, foreach, maximize,
+    capturable, fused. `differentiable` must be False.
+
+    Raises:
+        ValueError: if an option is out of its range, or options contradict each other.
+    """
 
     weight_decay: float = 1e-2
     decoupled_weight_decay: bool = field(default=True, init=False)

@@ -15,8 +15,11 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Adamax(FunctionalOptimizer):
     """Adamax (Kingma and Ba 2015, arXiv 1412.6980), with the options, defaults and numbers of `torch.optim.Adamax`.
 
+    The options are those of `torch.optim.Adamax`: lr, betas, eps, weight_decay, foreach, maximize, capturable.
+    `differentiable` must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

@@ -15,10 +15,13 @@ from shoal.functional.base import LIKE_PARAMETER, FunctionalOptimizer, State, St
 class ASGD(FunctionalOptimizer):
     """Averaged SGD (Polyak and Juditsky 1992), with the options, defaults and numbers of `torch.optim.ASGD`.
 
-    The averaged parameters are ``ax`` in the state; who wants them reads them there.
+    The averaged parameters are in the state, under the name ``ax``.
+
+    The options are those of `torch.optim.ASGD`: lr, lambd, alpha, t0, weight_decay, foreach, maximize, capturable.
+    `differentiable` must be False.
 
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

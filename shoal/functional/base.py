@@ -1,4 +1,6 @@
-"""The interface of all functional optimizers, and what they have in common: which kernel runs, on what, and when."""
+"""The interface of all functional optimizers, and their common code: the choice of kernel, and checks of its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,14 @@ State = dict[str, list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """What one name of an optimizer's state is.
+    """The form of one entry of an optimizer's state.
 
     Attributes:
-        like_parameter: True for a tensor of the parameter's shape, strides, dtype and device; False for one number per
-            tensor, which is a 0-dim float tensor (float32, or float64 where that is torch's default dtype and no fused
-            kernel runs).
-        initial: the value that it begins with, in all elements.
-        on_device: for a number: lies beside the parameter in any case. Otherwise it does so only if the kernel is fused
-            or ``capturable``, and is on the CPU if not, as in torch.optim.
+        like_parameter: True for a tensor with the parameter's shape, strides, dtype and device. False for one number
+            per tensor: a 0-dim float32 tensor (float64 if that is torch's default dtype and no fused kernel runs).
+        initial: the initial value of all elements.
+        on_device: whether a number always lies on the parameter's device. If False, it lies there only with a fused
+            kernel or ``capturable``, and otherwise on the CPU, as in torch.optim.
     """
 
     like_parameter: bool
@@ -38,60 +39,62 @@ class StateEntry:
 
 
 LIKE_PARAMETER = StateEntry(like_parameter=True)
-"""A tensor like the parameter that begins with zeros."""
+"""A tensor like the parameter, with zeros at first."""
 
 NUMBER = StateEntry(like_parameter=False)
-"""One number per tensor that begins with zero."""
+"""One number per tensor, zero at first."""
 
 
 class FunctionalOptimizer(ABC):
     """An optimizer that is a value: its options, and a pure in-place update of tensors that others own.
 
-    Subclasses are frozen dataclasses whose fields are the options of the torch class of the same name, with its
-    defaults and its order. So options that change over time are new values:
-    ``optimizer = dataclasses.replace(optimizer, lr=0.1)``; the state fits all of them that have its `state_layout`.
+    Subclasses are frozen dataclasses. Their fields are the options of the torch class of the same name, with its
+    defaults and in its order. To change an option over time, make a new value: ``optimizer =
+    dataclasses.replace(optimizer, lr=0.1)``. A state fits all values with the same `state_layout`.
 
-    The numbers are torch.optim's: the same kernels run. ``foreach`` and ``fused`` choose one as in torch; where both
-    are None Shoal takes the fastest, which is the fused one where torch has it for the device and dtype, else foreach
-    or the for-loop by what was measured. With the same kernel on the same shapes the result is equal to the bit.
-    On flat memory the tails of vector registers fall elsewhere than on separate tensors, and the fused CPU kernels
-    round differently there: see `shoal.functional` for the tolerance.
+    The numbers are those of torch.optim, because the same kernels run. ``foreach`` and ``fused`` choose a kernel as in
+    torch. If both are None, Shoal takes the fastest: the fused kernel if torch has one for the device and dtype, else
+    foreach or the for-loop, as measured. With the same kernel on the same shapes the result is equal to the bit. In
+    flat memory the ends of tensors fall on other elements, and the fused CPU kernels round the ends differently:
+    `shoal.functional` gives the tolerance.
 
-    ``differentiable=True`` is refused by every class: the update is in place and records nothing for autograd.
+    Every class refuses ``differentiable=True``: the update is in place and records nothing for autograd.
 
     Attributes:
-        element_wise: every element is updated from nothing but its own gradient and state, and the numbers of its
-            tensor. Then any span of flat memory may be updated alone, and several tensors as one.
+        element_wise: whether every element is updated only from its own gradient and state and from the numbers of its
+            tensor. If so, any span of flat memory may be updated alone, and several tensors may be updated as one.
     """
 
     element_wise: ClassVar[bool]
     sparse_gradients: ClassVar[bool] = False
-    """Whether gradients may be ``torch.sparse_coo``: where torch's own class takes them."""
+    """Whether gradients may be ``torch.sparse_coo``, as in torch's own class."""
     foreach_on_cpu: ClassVar[bool] = True
-    """Whether foreach is ever faster than the for-loop there."""
+    """Whether foreach is ever faster than the for-loop on a CPU."""
     trial_options: ClassVar[dict[str, Any]] = {}
     """Options with which a fused kernel is tried."""
 
     lr: float | Tensor
     foreach: bool | None
     maximize: bool
-    # The options that not every class has. A subclass without them keeps these values.
+    # Not every class has these options. A subclass without them keeps these values.
     differentiable: bool = False
     fused: bool | None = False
     capturable: bool = False
 
     @abstractmethod
     def _layout(self) -> dict[str, StateEntry]:
-        """What :attr:`state_layout` is for these options."""
+        """The value of :attr:`state_layout` for these options."""
 
     @abstractmethod
     def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
-        """One step of tensors of one dtype and device, at least one, with the foreach kernel or the for-loop."""
+        """Makes one step of one or more tensors of one dtype and device, with the foreach kernel or the for-loop."""
 
     def _update_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """As `_update` with the fused kernel, on dense tensors; scale and found_inf are on their device."""
+        """As `_update`, with the fused kernel, on dense tensors. ``scale`` and ``found_inf`` are on the tensors'
+        device.
+        """
         counted = "step" in self.state_layout
         if counted:
             advance(state["step"])
@@ -102,20 +105,26 @@ class FunctionalOptimizer(ABC):
     def _run_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """What of `_update_fused` is left when the numbers of steps have been advanced."""
+        """The rest of `_update_fused`, after the numbers of steps have been advanced."""
         raise NotImplementedError(f"torch has no fused kernel of {type(self).__name__}")
 
     def complete(self, entry: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """One parameter's state out of a torch.optim state dict, with what this class keeps beyond torch's."""
+        """The state of one parameter, from its entry in a torch.optim state dict. Adds what only this class keeps.
+
+        Args:
+            entry: the parameter's state in torch.optim, by name. None values are dropped.
+        """
         return {name: value for name, value in entry.items() if value is not None}
 
     def reduce(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`complete`: what torch.optim keeps for the parameter, which is nothing before a step."""
+        """The inverse of :meth:`complete`: the entry that torch.optim would keep. It may be empty before the first
+        step.
+        """
         return dict(entry)
 
     @cached_property
     def state_layout(self) -> dict[str, StateEntry]:
-        """What the state holds with these options: name to entry, with the names of torch.optim's state."""
+        """The entries of the state with these options, by name. The names are those of torch.optim's state."""
         return self._layout()
 
     def kernel(self, params: Sequence[Tensor]) -> Kernel:
@@ -125,7 +134,7 @@ class FunctionalOptimizer(ABC):
             params: at least one tensor, all of one dtype and device.
 
         Raises:
-            RuntimeError: with ``fused=True`` where torch has no such kernel for the dtype on the device.
+            RuntimeError: with ``fused=True``, if torch has no correct fused kernel for the dtype on the device.
         """
         if self.foreach:
             return Kernel.FOREACH
@@ -149,10 +158,13 @@ class FunctionalOptimizer(ABC):
 
     @torch.no_grad()
     def init(self, params: Sequence[Tensor]) -> State:
-        """The state to begin with, one tensor per parameter and name, each like `state_layout` says.
+        """The initial state: for each name of `state_layout`, one tensor per parameter, in the parameters' order.
+
+        Args:
+            params: the parameters, a list of strided tensors.
 
         Raises:
-            TypeError: for a tensor in the place of a list.
+            TypeError: if ``params`` is a tensor instead of a list.
         """
         check_list(params)
         state: State = {name: [torch.empty(0)] * len(params) for name in self.state_layout}
@@ -173,24 +185,25 @@ class FunctionalOptimizer(ABC):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update the parameters and the state in place.
+        """Updates the parameters and the state in place.
 
         Args:
-            params: a list of one flat tensor, or of many of any shapes, dtypes and devices, all strided; whether they
-                require grad does not matter.
-            grads: one for each parameter, of its shape, dtype and device. Where it is None, the parameter and its state
-                are left alone. Sparse ones where torch.optim takes them (SGD and Adagrad).
-            state: from :meth:`init` with the same parameters and an optimizer of the same `state_layout`.
-            grad_scale: a float32 tensor of one element. The gradients are divided by it *in place*, as torch's fused
-                kernels do it (there in the same pass).
-            found_inf: a float32 tensor of one element. Nothing is updated where it is 1. Without a fused kernel this
-                waits for the device.
+            params: a list of one flat tensor, or of many tensors of any shapes, dtypes and devices, all strided. They
+                may require grad or not.
+            grads: one gradient for each parameter, with its shape, dtype and device. If it is None, the parameter and
+                its state are left alone. SGD and Adagrad also take sparse gradients, as in torch.optim.
+            state: from :meth:`init` of an optimizer with the same `state_layout`, for the same parameters.
+            grad_scale: a float32 tensor of one element; None for no scaling. The gradients are divided by it *in
+                place*, as torch's fused kernels do.
+            found_inf: a float32 tensor of one element; None to always update. If it is 1, nothing is updated. Without a
+                fused kernel, reading it waits for the device.
 
         Raises:
-            TypeError: for a tensor in the place of a list.
-            ValueError: for lists of unlike lengths, tensors of unlike shapes, gradients of another dtype or device
-                than the parameter's, or a state without a name that these options need.
-            RuntimeError: for sparse gradients where they are not supported, and whatever the kernel raises.
+            TypeError: if ``params`` or ``grads`` is a tensor instead of a list.
+            ValueError: if lists differ in length, if a gradient differs from its parameter in shape, dtype or device,
+                or if the state lacks a name that these options need.
+            RuntimeError: if gradients are sparse and the class does not support that. Errors of the kernel pass
+                through.
         """
         self._check_lists(params, grads, state)
         places = {(param.dtype, param.device) for param in params}
@@ -234,7 +247,9 @@ class FunctionalOptimizer(ABC):
     def _step_fused(
         self, params: list[Tensor], grads: list[Tensor], state: State, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Fused kernels read memory in order, whatever the strides: tensors that do not lie alike go as copies."""
+        """Runs the fused kernel, on copies of tensors that differ in memory order: it reads memory in order and ignores
+        strides.
+        """
         names = [name for name, entry in self.state_layout.items() if entry.like_parameter]
         shapes = [param.shape for param in params]
         for name in names:
@@ -252,7 +267,7 @@ class FunctionalOptimizer(ABC):
         self._update_fused(copies[0], copies[1], part, scale, found_inf)
         for column, copied in zip(columns, copies, strict=True):
             for row in rows:
-                # A gradient that was expanded holds one number for many elements: it can't be written, nor need be.
+                # An expanded gradient holds one number for many elements: it can't be written, and need not be.
                 if column is not grads and copied[row] is not column[row]:
                     column[row].copy_(copied[row])
 
@@ -261,7 +276,7 @@ class FunctionalOptimizer(ABC):
             if entry.initial == 0:
                 return [torch.zeros_like(param) for param in params]
             value: Any = entry.initial
-            if params[0].is_complex():  # as two real numbers, each with its own state
+            if params[0].is_complex():  # a complex number counts as two real ones, each with its own state
                 value = complex(value, value)
             return [torch.full_like(param, value) for param in params]
         fused = self.kernel(params) is Kernel.FUSED
@@ -292,7 +307,7 @@ class FunctionalOptimizer(ABC):
                 raise ValueError(f"one tensor of state {name!r} per parameter: got {len(tensors)} for {len(params)}")
 
     def _check(self, **at_least_zero: float | Tensor) -> None:
-        """What every class validates, and options of this class that may not be negative."""
+        """Checks the options that every class has, and these options of one class, which may not be negative."""
         if self.differentiable:
             raise ValueError(
                 "differentiable=True is refused: a functional optimizer updates in place and records nothing for "
@@ -309,16 +324,16 @@ class FunctionalOptimizer(ABC):
 
 @cache
 def _has_fused_kernel(optimizer_class: type[FunctionalOptimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this version of torch has a fused kernel that is right: found by trying it once on a few elements.
+    """Whether this version of torch has a correct fused kernel, found by one trial on a few elements.
 
-    (In torch 2.13 the CPU's fused SGD with momentum leaves 16-bit parameters as they are.)
+    (In torch 2.13 the CPU's fused SGD with momentum leaves 16-bit parameters unchanged.)
     """
     if not dtype.is_floating_point:
         return False
     results = []
     for options in ({"fused": True}, {"foreach": False}):
         optimizer = optimizer_class(**optimizer_class.trial_options, **options)
-        param = torch.zeros(67, dtype=dtype, device=device)  # more than a vector register, and a rest
+        param = torch.zeros(67, dtype=dtype, device=device)  # several vector registers, and a remainder
         state = {
             name: [torch.zeros_like(param) if entry.like_parameter else torch.zeros((), device=device)]
             for name, entry in optimizer.state_layout.items()
@@ -330,7 +345,7 @@ def _has_fused_kernel(optimizer_class: type[FunctionalOptimizer], device: torch.
                     optimizer._update_fused([param], grads, state, None, None)
                 else:
                     optimizer._update([param], grads, state, foreach=False)
-        except torch.OutOfMemoryError:  # says nothing about kernels
+        except torch.OutOfMemoryError:  # tells nothing about kernels
             raise
         except (NotImplementedError, RuntimeError):
             return False
@@ -340,7 +355,9 @@ def _has_fused_kernel(optimizer_class: type[FunctionalOptimizer], device: torch.
 
 
 def _check_shapes(what: str, shapes: list[torch.Size], tensors: list[Tensor]) -> None:
-    """Fused kernels trust their arguments, and read and write beyond the end of a tensor that is too small."""
+    """Checks shapes before a fused kernel runs. Such a kernel would read and write beyond the end of a tensor that is
+    too small.
+    """
     if [tensor.shape for tensor in tensors] == shapes:
         return
     for shape, tensor in zip(shapes, tensors, strict=True):
@@ -349,7 +366,9 @@ def _check_shapes(what: str, shapes: list[torch.Size], tensors: list[Tensor]) ->
 
 
 def _check_place(place: tuple[torch.dtype, torch.device], grads: list[Tensor]) -> None:
-    """Kernels refuse what does not fit, if they do, when the number of steps has been advanced."""
+    """Checks dtype and device here, because a kernel refuses wrong ones only after the number of steps has been
+    advanced.
+    """
     dtype, device = place
     for wrong in {(grad.dtype, grad.device) for grad in grads} - {place}:
         raise ValueError(
@@ -358,7 +377,7 @@ def _check_place(place: tuple[torch.dtype, torch.device], grads: list[Tensor]) -
 
 
 def check_list(tensors: Sequence[Tensor | None]) -> None:
-    """Refuse a tensor, which would be taken apart into its rows."""
+    """Raises TypeError for a tensor, which would otherwise be taken as the list of its rows."""
     if isinstance(tensors, Tensor):
         raise TypeError(
             f"parameters and gradients are lists of tensors: pass [tensor], got shape {list(tensors.shape)}"
@@ -366,13 +385,13 @@ def check_list(tensors: Sequence[Tensor | None]) -> None:
 
 
 def check_fraction(name: str, value: float | Tensor) -> None:
-    """Refuse a decay rate that is not in [0, 1)."""
+    """Raises ValueError for a decay rate that is not in [0, 1)."""
     if not 0 <= value < 1:
         raise ValueError(f"{name} is at least 0 and below 1, got {value}")
 
 
 def check_betas(betas: Sequence[float | Tensor]) -> None:
-    """Refuse anything but two decay rates in [0, 1)."""
+    """Raises ValueError for anything but two decay rates in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas are two numbers, got {betas!r}")
     for index, beta in enumerate(betas):

@@ -1,4 +1,6 @@
-"""A functional optimizer bound to the parameters that it updates: one way to use every form that can be registered."""
+"""A functional optimizer bound to the parameters that it updates: one interface for every form that can be
+registered.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +18,49 @@ from shoal.functional.kernels import Kernel
 
 
 class BoundOptimizer(ABC):
-    """What the remote room steps. Not thread-safe: its owner lets one call at a time in.
+    """An optimizer together with its parameters and state; the remote room steps it. Not thread-safe: one call at a
+    time.
 
     State dicts are the same for all forms: ``{"state": {index: {name: tensor}}, "options": {name: value}}``, where the
-    index is a parameter's place in the list; so each is one parameter group of a torch.optim state dict. As there the
-    tensors are the optimizer's own, and loading copies.
+    index is a parameter's place in the list. So each is like one parameter group of a torch.optim state dict. As in
+    torch.optim, the tensors are the optimizer's own, and loading copies them.
     """
 
     params: list[Tensor]
 
     @abstractmethod
     def step(self, gradients: list[Tensor | None]) -> None:
-        """Update the parameters in place; a parameter whose gradient is None is left alone, with its state.
+        """Updates the parameters in place. A parameter whose gradient is None is left alone, with its state.
+
+        Args:
+            gradients: one gradient, or None, per parameter.
 
         Raises:
-            ValueError: unless there is one gradient, or None, per parameter.
+            ValueError: if there is not one gradient, or None, per parameter.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """State and options; see the class."""
+        """The state and the options, in the form that the class describes."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the state, and the options that are named; a parameter without an entry begins anew.
+        """Loads the state, and those options that the dictionary names. A parameter without an entry starts afresh.
+
+        Args:
+            state_dict: in the form that the class describes.
 
         Raises:
-            ValueError: for names or shapes that do not fit. Then nothing has been changed.
+            ValueError: if names or shapes do not fit. Nothing has been changed then.
         """
 
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """The options by name. Assigning a dict changes those that are in it, from the next step on.
+        """The options by name. Assigning a dictionary changes the options that it names, from the next step on.
 
         Raises:
-            ValueError: on assigning an unknown name or a value out of range. Then nothing has been changed.
+            ValueError: on assigning an unknown name or a value out of range. Nothing has been changed then.
         """
 
     @options.setter
@@ -61,16 +70,16 @@ class BoundOptimizer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """The knowledge that parameters and their fresh state can go to the fused kernel as they are, with every gradient
-    that lies in memory like its parameter.
+    """Says that parameters and their fresh state can go to the fused kernel as they are, if their gradients fit them.
 
-    `FunctionalOptimizer.step` finds this out anew in every step. For 100 small tensors that takes longer than the
-    update, and it holds the GIL. Here one call of torch compares all of them.
+    A gradient fits if it lies in memory like its parameter. `FunctionalOptimizer.step` checks all this anew in every
+    step. For 100 small tensors these checks take longer than the update, and they hold the GIL. Here one call of torch
+    compares all tensors.
 
     Attributes:
-        guards: the class, dtype, device, shape and strides of every parameter, and then of every gradient.
-        tensors: how many tensors these are together.
-        counts: the number of steps of every parameter; None where the optimizer does not count.
+        guards: the class, dtype, device, shape and strides of every parameter, followed by those of every gradient.
+        tensors: the number of these tensors.
+        counts: the number of steps of every parameter; None if the optimizer does not count.
     """
 
     guards: TensorGuards
@@ -78,9 +87,9 @@ class _Fit:
     counts: Tensor | None
 
     @classmethod
-    @torch.no_grad()  # as a step is: the guards know that, too
+    @torch.no_grad()  # as in a step: the guards compare this mode too
     def of(cls, optimizer: FunctionalOptimizer, params: list[Tensor], state: State) -> _Fit | None:
-        """None where it is not so."""
+        """The fit of these parameters and this state; None if there is none."""
         same_place = len({(param.dtype, param.device) for param in params}) == 1
         if not same_place or not all(param.is_contiguous() for param in params):
             return None
@@ -89,23 +98,23 @@ class _Fit:
         examples = [*params, *(param.detach() for param in params)]
         if (guards := guards_of(examples)) is None:
             return None
-        # As init() makes them the counters are views of one tensor.
+        # The counters are views of one tensor, because init() makes them so.
         return cls(guards, len(examples), base_of(state["step"][0]) if "step" in state else None)
 
     def holds(self, params: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-        """Whether the parameters still are what they were, and every one has a gradient that fits too."""
-        if isinstance(gradients, Tensor):  # its rows would fit
+        """Whether the parameters are unchanged in these properties, and every one has a gradient that fits."""
+        if isinstance(gradients, Tensor):  # the rows of a single tensor would fit
             return False
         tensors = (*params, *gradients)
         return len(tensors) == self.tensors and self.guards.check(*tensors)
 
 
 class BoundFunctional(BoundOptimizer):
-    """A :class:`FunctionalOptimizer` with the parameters and the state that it updates.
+    """A :class:`FunctionalOptimizer` together with the parameters and the state that it updates.
 
     Attributes:
-        optimizer: the value that holds the options.
-        state: name to one tensor per parameter.
+        optimizer: the functional optimizer, which holds the options.
+        state: one tensor per parameter, by name.
     """
 
     def __init__(self, optimizer: FunctionalOptimizer, params: Sequence[Tensor]) -> None:
@@ -156,7 +165,7 @@ class BoundFunctional(BoundOptimizer):
             )
         kernels = ("foreach", "fused", "capturable")
         if any(getattr(optimizer, name) != getattr(self.optimizer, name) for name in kernels):
-            # Another kernel may want its counters elsewhere.
+            # Another kernel may need its counters on another device.
             self.state = self._loaded(optimizer, self.state_dict()["state"])
             self._fit = _Fit.of(optimizer, self.params, self.state)
         self.optimizer = optimizer
@@ -176,7 +185,7 @@ class BoundFunctional(BoundOptimizer):
         state = optimizer.init(self.params)
         for index, given in entries.items():
             entry = optimizer.complete(given)
-            if not entry:  # as torch.optim saves a parameter that has made no step
+            if not entry:  # torch.optim saves an empty entry for a parameter without a step
                 continue
             if entry.keys() != state.keys():
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""torch's ways to run an update, and the counters that its fused kernels need."""
+"""The kernels by which torch can run an update, and the step counters that its fused kernels need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.functional._torch import base_of, foreach_add_, foreach_sub_
 
 
 class Kernel(Enum):
-    """A way to run an update, as torch.optim names them."""
+    """A way to run an update, named as in torch.optim."""
 
     FUSED = "fused"
     """One operation that reads and writes every byte once."""
@@ -29,20 +29,20 @@ at 200,000.)"""
 
 
 def advance(steps: list[Tensor]) -> None:
-    """Adds 1 to all counters: in one operation if they are all the views of one tensor, as ``init()`` makes them."""
+    """Adds 1 to all counters, in one operation if they are all the views of one tensor, as ``init()`` makes them."""
     together = base_of(steps[0])
     if len(steps) == 1:
         steps[0].add_(1)
     elif together is not None and together.numel() == len(steps) and all([base_of(step) is together for step in steps]):  # noqa: C419 - faster than a generator
         together.add_(1)
     elif steps[0].is_cpu:
-        # Given a number instead of this tensor, foreach would make a new tensor of it for every counter.
+        # With a number instead of this tensor, foreach would convert it to a new tensor for every counter.
         foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
     else:
         foreach_add_(steps, 1)
 
 
 def take_back(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Subtracts what `advance` added, if the update was skipped."""
+    """Subtracts again what `advance` added, if the update was skipped."""
     if found_inf is not None:
         foreach_sub_(steps, [found_inf.reshape(())] * len(steps))

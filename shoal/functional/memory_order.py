@@ -1,4 +1,4 @@
-"""The order in which elements lie in memory, where kernels depend on it."""
+"""The order of elements in memory, on which some kernels depend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DENSE_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def by_place(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of the tensors of each (dtype, device), in the order of their first tensor."""
+    """The indices of the tensors of each (dtype, device), in the order of the first tensor of each."""
     places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         places.setdefault((tensor.dtype, tensor.device), []).append(index)
@@ -19,7 +19,7 @@ def by_place(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def alike(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether in every row all tensors are dense, with their elements in the same order."""
+    """Whether the tensors of every row are dense and have their elements in the same order."""
     if all([tensor.is_contiguous() for column in columns for tensor in column]):  # noqa: C419 - faster than a generator
         return True
     return not unalike_rows(columns)

@@ -15,8 +15,11 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class NAdam(FunctionalOptimizer):
     """NAdam (Dozat 2016), with the options, defaults and numbers of `torch.optim.NAdam`.
 
+    The options are those of `torch.optim.NAdam`: lr, betas, eps, weight_decay, momentum_decay,
+    decoupled_weight_decay, foreach, maximize, capturable. `differentiable` must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

@@ -16,23 +16,25 @@ from shoal.functional.base import LIKE_PARAMETER, FunctionalOptimizer, State, St
 class QHM(FunctionalOptimizer):
     """Quasi-hyperbolic momentum (Ma and Yarats 2019, arXiv 1810.06801, equations 3 and 4).
 
-    A step makes ``buffer = momentum * buffer + (1 - momentum) * grad``, and then
-    ``param -= lr * ((1 - nu) * grad + nu * buffer)``, with a buffer that begins with zeros and stays over all steps.
-    With ``nu=0`` it is SGD, with ``nu=1`` SGD with momentum and as much dampening.
+    A step computes ``buffer = momentum * buffer + (1 - momentum) * grad``, and then ``param -= lr * ((1 - nu) * grad +
+    nu * buffer)``. The buffer is zero at first and is kept over all steps. With ``nu=0`` this is SGD, with ``nu=1`` SGD
+    with momentum and dampening of the same size.
 
     Args:
-        lr: the learning rate. The paper's is that of SGD with momentum divided by ``1 - momentum``.
-        momentum: the paper's beta, at least 0 and below 1; 0.999 is a good beginning.
-        nu: the weight of the buffer against the gradient; 0.7 is a good beginning. Any finite number: some of
-            the methods that the paper shows to be QHM lie outside of 0 to 1.
-        weight_decay: at least 0.
-        weight_decay_type: ``"grad"`` adds ``weight_decay * param`` to the gradient; ``"direct"`` multiplies the
-            parameter by ``1 - lr * weight_decay`` instead.
-        foreach: the kernel: True for foreach, False for the for-loop, None for the faster one on the device.
-        maximize: go up the gradient.
+        lr: the learning rate, at least 0. For the same step size as SGD with momentum, divide SGD's learning rate by
+            ``1 - momentum``, as the paper does.
+        momentum: the paper's beta, at least 0 and below 1. 0.999 is a good first value.
+        nu: the weight of the buffer; the gradient has the weight ``1 - nu``. 0.7 is a good first value. Any finite
+            number is allowed: some methods that the paper shows to be QHM need values outside of 0 to 1.
+        weight_decay: the weight decay, at least 0. Default: 0.
+        weight_decay_type: ``"grad"`` (the default) adds ``weight_decay * param`` to the gradient. ``"direct"``
+            multiplies the parameter by ``1 - lr * weight_decay`` instead.
+        foreach: the kernel: True for foreach, False for the for-loop, None (the default) for the faster one on the
+            device.
+        maximize: step along the gradient instead of against it. Default: False.
 
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

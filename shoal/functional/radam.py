@@ -15,8 +15,11 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class RAdam(FunctionalOptimizer):
     """RAdam (Liu et al. 2019, arXiv 1908.03265), with the options, defaults and numbers of `torch.optim.RAdam`.
 
+    The options are those of `torch.optim.RAdam`: lr, betas, eps, weight_decay, decoupled_weight_decay, foreach,
+    maximize, capturable. `differentiable` must be False.
+
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

@@ -1,7 +1,8 @@
-"""The class form of PyTorch's recipe "Distributed Optimizer with TorchScript support", used like Shoal's own form.
+"""The class form of PyTorch's recipe "Distributed Optimizer with TorchScript support", with the interface of Shoal's
+own form.
 
-Such a class takes the list of parameters and the options, keeps its state itself, and has ``step(gradients)``. Plain
-Python, `torch.jit.script`ed and with a `torch.compile`d step, each runs as what it is.
+Such a class takes the list of parameters and the options, keeps its state itself, and has ``step(gradients)``. It may
+be plain Python, `torch.jit.script`ed, or have a `torch.compile`d step. Each runs unchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from shoal.functional.bound import BoundOptimizer
 
 
 def check_recipe(optimizer: type) -> None:
-    """Refuse a class that has not the recipe's form.
+    """Refuses a class that does not have the recipe's form.
 
     Raises:
-        TypeError: that says what is missing.
+        TypeError: if it does not. The message says what is missing.
     """
     form = f"{optimizer.__qualname__} is neither a FunctionalOptimizer nor of the form __init__(params, …), "
     form += "step(gradients): "
@@ -48,15 +49,16 @@ def _check_call(what: str, function: Any, given: int) -> None:
 class BoundRecipe(BoundOptimizer):
     """An instance of the recipe's class form.
 
-    Its state is ``.state``, a dict from parameter to names and tensors, and its options ``.defaults``, a dict, as in
-    the recipe. A class that keeps them elsewhere can still be stepped; it has its own ``state_dict`` and
-    ``load_state_dict``, or none.
+    As in the recipe, its state is ``.state``, a dict from each parameter to tensors by name, and its options are the
+    dict ``.defaults``. A class that keeps them elsewhere can be stepped nevertheless; its state can be saved if it has
+    ``state_dict`` and ``load_state_dict`` of its own.
     """
 
     def __init__(self, optimizer: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         self.params = list(params)
         self._instance = optimizer(self.params, *args, **kwargs)
-        # An instance of a scripted class still is Python; it runs without the interpreter inside a scripted module.
+        # An instance of a scripted class is still Python. It runs without the interpreter only inside a scripted
+        # module.
         self._script = is_scripted(optimizer)
         self._module = torch.jit.script(_Scripted(self._instance)) if self._script else None
 
@@ -123,7 +125,7 @@ class BoundRecipe(BoundOptimizer):
             )
         return found
 
-    # A scripted module works on copies of its optimizer's attributes, and reading one copies it back.
+    # A scripted module works on copies of its optimizer's attributes. Reading an attribute copies it back.
 
     def _pull(self) -> None:
         if self._module is not None:

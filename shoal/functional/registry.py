@@ -1,4 +1,4 @@
-"""Which functional optimizer stands for which optimizer class."""
+"""The map from optimizer classes to functional optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from shoal.functional.sgd import SGD
 
 
 class FunctionalOptimMap(UserDict[Hashable, type]):
-    """A dict from optimizer class (or any other key) to functional optimizer class that refuses wrong forms."""
+    """A dict from optimizer class (or any other key) to functional optimizer class. It refuses classes of neither
+    form.
+    """
 
     def __setitem__(self, key: Hashable, item: type) -> None:
         _check_form(item)
@@ -36,37 +38,49 @@ class FunctionalOptimMap(UserDict[Hashable, type]):
 
 
 def register_functional_optimizer(key: Hashable, optimizer: type) -> None:
-    """Let ``optimizer`` stand for ``key``, in the place of what stood for it before.
+    """Registers ``optimizer`` as the functional form of ``key``. It replaces an earlier one.
 
     Args:
         key: the class that users pass to `DistributedOptimizer`, usually a `torch.optim.Optimizer`.
-        optimizer: a subclass of `FunctionalOptimizer` that can be instantiated; or a class of the PyTorch recipe's
-            form: ``__init__(params: List[Tensor], …)`` and ``step(gradients: List[Optional[Tensor]])``, in plain
+        optimizer: a subclass of `FunctionalOptimizer` that can be instantiated, or a class in the form of PyTorch's
+            recipe: ``__init__(params: List[Tensor], …)`` and ``step(gradients: List[Optional[Tensor]])``, in plain
             Python, decorated with `torch.jit.script`, or with a `torch.compile`d ``step``.
 
     Raises:
-        TypeError: for anything else; it says what is missing.
+        TypeError: if ``optimizer`` has neither form. The message says what is missing.
     """
     functional_optim_map[key] = optimizer
 
 
 def register_functional_optim(key: Hashable, optim: type) -> None:
-    """torch's own name and rule: as :func:`register_functional_optimizer`, but what is registered stays."""
+    """As :func:`register_functional_optimizer`, with torch's name and rule: an earlier registration is kept.
+
+    Args:
+        key: as there.
+        optim: as ``optimizer`` there.
+
+    Raises:
+        TypeError: if ``optim`` has neither form.
+    """
     if key not in functional_optim_map:
         functional_optim_map[key] = optim
 
 
 def bind(optimizer: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> BoundOptimizer:
-    """An optimizer of a class that :data:`functional_optim_map` holds, made for these parameters.
+    """An optimizer of a class from :data:`functional_optim_map`, made for these parameters.
 
     Args:
         optimizer: the functional class, of either form.
         params: the tensors to update in place.
-        args, kwargs: the options, as the class takes them after the parameters.
+        *args: the options, as the class takes them after the parameters.
+        **kwargs: the same, by name.
+
+    Returns:
+        The optimizer with its parameters and a fresh state.
 
     Raises:
-        TypeError: for a class of neither form, and for options that it does not take.
-        ValueError: for options out of range.
+        TypeError: if the class has neither form, or does not take these options.
+        ValueError: if an option is out of its range.
     """
     _check_form(optimizer)
     if issubclass(optimizer, FunctionalOptimizer):
@@ -75,17 +89,17 @@ def bind(optimizer: type, params: Sequence[Tensor], *args: Any, **kwargs: Any) -
 
 
 def refuse_functional_form(optimizer_class: Any) -> None:
-    """Refuses a functional optimizer where the class is wanted for which it stands.
+    """Refuses a functional optimizer where the class is expected for which it is registered.
 
     Raises:
-        TypeError: names that class.
+        TypeError: if ``optimizer_class`` is a functional optimizer. The message names the class to pass.
     """
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, FunctionalOptimizer):
         return
     for key, functional in functional_optim_map.items():
         if functional is optimizer_class and isinstance(key, type):
             home = "shoal" if key is QHMOptimizer else key.__module__
-            # To its users torch.optim.adam.Adam is torch.optim.Adam.
+            # Users know torch.optim.adam.Adam as torch.optim.Adam.
             home = "torch.optim" if hasattr(torch.optim, key.__name__) else home
             raise TypeError(
                 f"shoal.functional.{optimizer_class.__name__} is the functional form of {home}.{key.__qualname__}: "

@@ -15,10 +15,13 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class RMSprop(FunctionalOptimizer):
     """RMSprop (Hinton 2012), with the options, defaults and numbers of `torch.optim.RMSprop`.
 
-    The centered variant is Graves' (2013, arXiv 1308.0850).
+    The centered variant is that of Graves (2013, arXiv 1308.0850).
+
+    The options are those of `torch.optim.RMSprop`: lr, alpha, eps, weight_decay, momentum, centered, capturable,
+    foreach, maximize. `differentiable` must be False.
 
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

@@ -15,10 +15,13 @@ from shoal.functional.base import LIKE_PARAMETER, NUMBER, FunctionalOptimizer, S
 class Rprop(FunctionalOptimizer):
     """Rprop (Riedmiller and Braun 1993), with the options, defaults and numbers of `torch.optim.Rprop`.
 
-    The learning rate is where the step sizes begin; changing it later changes nothing, as in torch.
+    The learning rate is the initial step size. As in torch, changing it later has no effect.
+
+    The options are those of `torch.optim.Rprop`: lr, etas, step_sizes, capturable, foreach, maximize.
+    `differentiable` must be False.
 
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range.
     """
 
     element_wise: ClassVar[bool] = True

@@ -19,12 +19,15 @@ from shoal.functional.kernels import advance
 class SGD(FunctionalOptimizer):
     """Stochastic gradient descent, with the options, defaults and numbers of `torch.optim.SGD`.
 
-    torch has no momentum buffer before a tensor's first gradient, and then takes the gradient as it is. A buffer of
-    zeros gives the same, unless dampening would make the first gradient smaller. So with dampening there is one more
-    name in the state, ``step``: the number of steps that the tensor has made.
+    torch makes the momentum buffer at a tensor's first gradient, and copies that gradient undampened. A buffer of zeros
+    gives the same result, unless dampening reduces the first gradient. So with dampening the state has one more name,
+    ``step``: the number of steps that the tensor has made.
+
+    The options are those of `torch.optim.SGD`: lr, momentum, dampening, weight_decay, nesterov, maximize, foreach,
+    fused. `differentiable` must be False.
 
     Raises:
-        ValueError: for an option out of its range.
+        ValueError: if an option is out of its range, or options contradict each other.
     """
 
     element_wise: ClassVar[bool] = True
@@ -48,14 +51,18 @@ class SGD(FunctionalOptimizer):
             raise ValueError("nesterov needs a momentum above 0 and no dampening")
 
     def complete(self, entry: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """A buffer out of a torch.optim state dict has had its first gradient."""
+        """As in the base class. A buffer in a torch.optim state dict has had its first gradient, so ``step`` is 1 if
+        missing.
+        """
         complete = super().complete(entry)
         if "step" in self.state_layout and "momentum_buffer" in complete:
             complete.setdefault("step", torch.tensor(1.0, device="cpu"))
         return complete
 
     def reduce(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """torch would take a buffer of zeros for one that has had its first gradient, and dampen that."""
+        """As in the base class. A buffer of zeros is left out: torch would take it for one that has had its first
+        gradient.
+        """
         if "step" not in entry:
             return super().reduce(entry)
         return {"momentum_buffer": entry["momentum_buffer"]} if entry["step"] > 0 else {}
@@ -68,7 +75,7 @@ class SGD(FunctionalOptimizer):
         return {"step": NUMBER, "momentum_buffer": LIKE_PARAMETER}
 
     def _update(self, params: list[Tensor], grads: list[Tensor], state: State, *, foreach: bool) -> None:
-        # torch puts a new buffer into the list in the place of one that has seen no gradient yet.
+        # For None, torch puts a new buffer into the list.
         buffers: list[Tensor | None] = [None] * len(params)
         if self.momentum:
             first = self._first(state)
@@ -116,14 +123,15 @@ class SGD(FunctionalOptimizer):
                 dampening=dampening,
                 nesterov=self.nesterov,
                 maximize=self.maximize,
-                # The buffers are zeros then. With True some elements of 16-bit ones stay unwritten (torch 2.13).
+                # The buffers are zeros at the first step. With True, some elements of 16-bit buffers stay unwritten
+                # (torch 2.13).
                 is_first_step=False,
                 grad_scale=scale,
                 found_inf=found_inf,
             )
 
     def _first(self, state: State) -> list[bool]:
-        """For every tensor: whether in torch's eyes it has no buffer yet, which makes a difference with dampening."""
+        """For every tensor, whether torch would have no buffer yet. This makes a difference only with dampening."""
         if "step" not in self.state_layout:
             return [False] * len(state["momentum_buffer"])
         return [step.item() == 0 for step in state["step"]]

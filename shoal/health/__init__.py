@@ -1,10 +1,12 @@
-"""What each peer of a run says of itself, for whoever watches. Imports no torch; leans on `swarm`, `dht`, `membership`.
+"""Health records: what each peer of a run publishes about itself, for monitoring. Imports no torch; depends on `swarm`,
+`dht` and `membership`.
 
-What this room promises to `optim`, which writes, and to `monitor`, which reads:
+What this room promises to `optim`, which writes the records, and to `monitor`, which reads them:
 
-- A `Health` record is bounded: what is too large, out of range or not a number reaches nobody (`record`).
-- It is signed by the peer that it is of, lives 30 s, and in a closed run carries the peer's membership (`board`).
-- The same record is the source of all that is shown: `top`, the page, and Prometheus' metrics (`metrics`).
+- A `Health` record is bounded. Readers ignore records that are too large, or have a value that is out of range or not a
+  number (`record`).
+- Each record is signed by its peer and lives 30 s. In a closed run it carries the peer's membership (`board`).
+- `shoal top`, the page of `shoal monitor` and Prometheus' metrics (`metrics`) all show the same records.
 """
 
 from __future__ import annotations

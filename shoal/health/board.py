@@ -1,4 +1,4 @@
-"""Where the peers of a run put their health records, and whoever watches reads them: signed records in the DHT."""
+"""Writes and reads health records of a run, as signed records in the DHT."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from shoal.swarm.gates import gate_of
 
 log = logging.getLogger(__name__)
 
-SHARDED_FROM = MAX_HEALTH_RECORDS  # members, from which on records are under 16 keys
+SHARDED_FROM = MAX_HEALTH_RECORDS  # with more members than this, the records are divided among 16 keys
 _MARKER = "[owner:"
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A record of a peer, as it was read.
+    """A record that was read.
 
     Attributes:
-        peer: who has signed it.
-        health: what it says.
-        at: when it was published, by the publisher's clock.
+        peer: the peer that has signed it.
+        health: its content.
+        at: when it was published, by the clock of that peer.
     """
 
     peer: PeerID
@@ -42,12 +42,13 @@ class Posted:
 
 
 class HealthBoard:
-    """The health records of one run. Each peer has one place, which only it can write.
+    """The health records of one run. Each peer has one subkey, which only it can write.
 
     Args:
-        dht: this node of the DHT.
-        run_id: names the run. Of a closed one, records carry their peers' memberships, and others are not read.
-        clock: seconds, as the DHT's.
+        dht: this peer's DHT node.
+        run_id: the name of the run. In a closed run, each record carries the membership of its peer, and records
+            without a valid one are ignored.
+        clock: the clock of the DHT, in seconds.
 
     Raises:
         ValueError: if the run is closed, and `admit_to` was not called.
@@ -58,11 +59,11 @@ class HealthBoard:
         self._gate = gate_of(dht.node, run_id)
 
     async def publish(self, health: Health, members: int) -> bool:
-        """Post this peer's record in place of the one before. Returns whether a node of the DHT keeps it.
+        """Publish this peer's record, which replaces the one before. Returns whether a node of the DHT keeps it.
 
         Args:
-            health: what it says.
-            members: how many the run has, as far as this peer knows.
+            health: the content of the record.
+            members: the number of members of the run, as far as this peer knows.
         """
         peer, said = self._dht.peer_id, encode_health(health)
         record = bytes(said) if self._gate is None else msgspec.msgpack.encode((said, self._gate.holder.text))
@@ -72,10 +73,10 @@ class HealthBoard:
         )
 
     async def read(self, members: int) -> list[Posted]:
-        """The records that are there now; those that break a rule are left out.
+        """Read the present records. Records that break a rule are left out.
 
         Args:
-            members: how many the run has, as far as the reader knows.
+            members: the number of members of the run, as far as the reader knows.
         """
         shards = [""] if members <= SHARDED_FROM // 2 else ["", *(f"{digit:x}" for digit in range(16))]
         found = await self._dht.get_many([health_key(self._run_id, shard) for shard in shards], latest=True)
@@ -92,21 +93,21 @@ class HealthBoard:
         return list(newest.values())
 
     def _posted(self, subkey: object, record: Any, expiration: float) -> Posted | None:
-        """What one record says; None for one that counts for nothing."""
+        """Decode and check one record; None if it is invalid."""
         latest = self._clock() + MAX_HEALTH_SECONDS
         if not (isinstance(subkey, str) and isinstance(record, bytes) and expiration <= latest):
             return None
         try:
             peer = PeerID.parse(subkey.removeprefix(_MARKER).removesuffix("]"))
             if subkey != owner_marker(peer):
-                return None  # anybody may have written it
+                return None  # another peer may have written it
             membership = ""
             if self._gate is not None:
                 said, membership = _admitted.decode(record)
                 record = bytes(said)
             health = decode_health(record)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            log.debug("a health record counts for nothing: %s", error)
+            log.debug("a health record is ignored: %s", error)
             return None
         if self._gate is not None and peer != self._dht.peer_id:
             parts: tuple[Part, ...] = parts_of(health.role)

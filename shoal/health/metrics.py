@@ -1,4 +1,4 @@
-"""Health records as Prometheus' metrics: the same names on a trainer and on a monitor."""
+"""Health records as Prometheus metrics. A trainer and a monitor use the same names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Metrics = list[Metric]
 LABELS = ["run", "peer"]
 LOOPBACK = "127.0.0.1"
-# What a browser may call this machine: a page elsewhere whose name is suddenly that of this machine (DNS rebinding) is
-# told nothing.
+# The names by which a browser may call this machine. Requests with other names are refused, so that a page on another
+# host can't read the metrics by letting its own name point to this machine (DNS rebinding).
 OWN_NAMES = [LOOPBACK, "localhost"]
 
 
@@ -68,7 +68,7 @@ def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
         if health.loss is not None:
             loss.add_metric(who, health.loss)
         downloads.add_metric(who, totals.downloads)
-        for kind in FaultKind:  # also those that are 0: Prometheus' increase() does not see the step from nothing to 1
+        for kind in FaultKind:  # also kinds with 0, since Prometheus' increase() does not see a step from nothing to 1
             faults.add_metric([*who, kind.value], health.faults.get(kind, 0))
         for phase in ("waiting", "matchmaking", "exchange", "step"):
             seconds.add_metric([*who, phase], count_value=totals.rounds, sum_value=getattr(totals, phase))
@@ -84,10 +84,10 @@ def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
 
 
 class Collects(Collector):
-    """What Prometheus is given when it asks.
+    """A collector that calls a function whenever Prometheus asks.
 
     Args:
-        collect: makes the metrics of now.
+        collect: returns the current metrics.
     """
 
     def __init__(self, collect: Callable[[], Metrics]) -> None:
@@ -105,7 +105,7 @@ def registry_of(collect: Callable[[], Metrics]) -> CollectorRegistry:
 
 
 def _only_by_own_names(app: WSGIApplication) -> WSGIApplication:
-    """The app, for those who ask for this machine by one of OWN_NAMES."""
+    """The app, restricted to requests that call this machine by one of OWN_NAMES."""
 
     def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ.get("HTTP_HOST", "").partition(":")[0] in OWN_NAMES:
@@ -124,15 +124,15 @@ class _Silent(WSGIRequestHandler):
 
 
 class MetricsServer:
-    """Serves `/metrics` over HTTP on loopback, to who asks for it by OWN_NAMES, in a thread of its own, until it is
-    closed.
+    """Serves `/metrics` over HTTP on loopback, in a thread of its own, until it is closed. It answers only requests
+    that call this machine by one of OWN_NAMES.
 
     Args:
-        port: to listen on; 0 for any free one.
-        collect: makes the metrics of now, in that thread.
+        port: the port to listen on; 0 for any free one.
+        collect: returns the current metrics; called in that thread.
 
     Attributes:
-        port: in use.
+        port: the port in use.
 
     Raises:
         OSError: if the port is taken.

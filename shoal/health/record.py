@@ -1,4 +1,4 @@
-"""The `Health` record: what a peer says of itself every few seconds. Data and bounds; no I/O."""
+"""The `Health` record, which a peer publishes about itself every few seconds. Data and bounds; no I/O."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.view import Role
 
 PERIOD_SECONDS = 10.0  # between two records of a peer
-LIFE_SECONDS = 30.0  # of a record in the DHT
-MAX_BYTES = 1536  # of an encoded record, without membership and signature; a usual one takes 400 to 600
+LIFE_SECONDS = 30.0  # lifetime of a record in the DHT
+MAX_BYTES = 1536  # size of an encoded record without membership and signature; a usual one takes 400 to 600
 MAX_TEXT, MAX_REASON = 64, 160  # characters
 MAX_UNREACHED = MAX_LOST = 4  # members that one record names
-PREFIX_BYTES = 8  # of hashes and keys: enough to tell apart what nobody has forged
+PREFIX_BYTES = 8  # of hashes and keys; enough to tell them apart, but not against forgery
 MARK_EVERY = (1, 4, 16, 64, 256, 1024)  # see `Health.marks`
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Time = Annotated[float, msgspec.Meta(ge=0, lt=1 << 53)]  # since 1970, of the peer's own clock
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
-# What may be written to a terminal: no control characters, and none that change the direction or the width of others.
+# Characters that must not be written to a terminal: control characters, and those that change the direction or the
+# width of others.
 UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff"
 PRINTABLE = rf"^[^{UNPRINTABLE}]*\Z"
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT, pattern=PRINTABLE)]
@@ -32,19 +33,19 @@ Prefix = Annotated[bytes, msgspec.Meta(min_length=PREFIX_BYTES, max_length=PREFI
 
 
 class FaultKind(Enum):
-    """What can go wrong for a peer, and is counted."""
+    """The kinds of faults that a peer counts."""
 
-    ROUND = "round"  # a round failed, and is tried again
-    ALONE = "alone"  # this peer has gone on with its own gradients
-    TOO_FEW = "too few"  # min_peers are not there, or nobody to go on with
+    ROUND = "round"  # a round failed, and was repeated
+    ALONE = "alone"  # this peer has continued with its own gradients only
+    TOO_FEW = "too few"  # fewer than min_peers are there, or no other peer
     DOWNLOAD = "download"  # the others' state could not be downloaded
-    UNLIKE = "unlike"  # this peer's state or gradients differed from those of like peers
-    NOT_FINITE = "not finite"  # gradients or a loss with NaN or infinity
+    UNLIKE = "unlike"  # this peer's state or gradients differed from those of peers with the same machine
+    NOT_FINITE = "not finite"  # gradients or a loss had NaN or infinity
     FORK = "fork"  # the run has forked
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """The last thing that went wrong, and when."""
+    """The last fault, and when it happened."""
 
     kind: FaultKind
     reason: Reason
@@ -52,8 +53,8 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Mark(msgspec.Struct, array_like=True, frozen=True):
-    """The state of one epoch: the beginnings of its lineage and of the digest of its parameters. A digest of zeros is
-    not to be compared: peers that are well may differ in it."""
+    """The state of one epoch: the beginnings of its lineage and of the digest of its parameters. A digest of zeros must
+    not be compared, because healthy peers may differ in that epoch."""
 
     epoch: Count
     lineage: Prefix
@@ -61,17 +62,17 @@ class Mark(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Round(msgspec.Struct, array_like=True, frozen=True):
-    """The last epoch that this peer ended together with others: where its time went, in seconds.
+    """How the last epoch that this peer ended together with others spent its time. Times are in seconds.
 
     Attributes:
-        epoch: that began after it.
-        samples: of all peers.
-        members: of the round.
-        waiting: for the others' samples.
-        matchmaking: until the round began.
-        exchange: until all bytes had passed: the all-reduce.
-        step: of the optimizer.
-        sent, received: bytes, in the round.
+        epoch: the number of the epoch that began after it.
+        samples: the number of samples of all peers.
+        members: the number of members of the round.
+        waiting: the time until the others had their samples.
+        matchmaking: the time until the round began.
+        exchange: the time of the all-reduce.
+        step: the time of the optimizer's step.
+        sent, received: bytes that this peer sent and received in the round.
     """
 
     epoch: Count
@@ -86,13 +87,13 @@ class Round(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Totals(msgspec.Struct, array_like=True, frozen=True):
-    """Since the peer started; the seconds as in `Round`.
+    """Totals since the peer started. The times are sums of those in `Round`.
 
     Attributes:
-        rounds: that it was in.
-        steps, samples: that it made.
+        rounds: the number of rounds that it was in.
+        steps, samples: how many it has made.
         sent, received: bytes of tensors, states included.
-        downloads: of the others' state.
+        downloads: how often it has downloaded the others' state.
     """
 
     rounds: Count = 0
@@ -108,19 +109,19 @@ class Totals(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """Another peer of the run that goes by other terms, and how they differ."""
+    """Another peer of the run that has other terms, and how they differ."""
 
     key: Prefix
     difference: Reason
 
 
 class Lost(msgspec.Struct, array_like=True, frozen=True):
-    """A member whose connection to this peer ended less than LIFE_SECONDS ago, and that did not say that it leaves.
+    """A member whose connection to this peer ended less than LIFE_SECONDS ago although it had not said that it leaves.
 
     Attributes:
-        key: of it.
-        number: how many members this peer had lost before, since it started: tells two losses of one member apart.
-        coordinated: whether it coordinated this peer's round, or was to call the next one.
+        key: the beginning of its key.
+        number: how many members this peer had lost before, since it started. So two losses of one member differ.
+        coordinated: whether the member coordinated this peer's round, or was to call the next one.
     """
 
     key: Prefix
@@ -129,7 +130,7 @@ class Lost(msgspec.Struct, array_like=True, frozen=True):
 
 
 class PutOut(msgspec.Struct, array_like=True, frozen=True):
-    """A member that this peer, as the coordinator, has put out of a round, and why; `number` as in `Lost`."""
+    """A member that this peer, as the coordinator, has put out of a round, and the reason; `number` as in `Lost`."""
 
     key: Prefix
     number: Count
@@ -137,37 +138,42 @@ class PutOut(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """One peer, now.
+    """The state of one peer at one moment.
 
     Attributes:
         started: when the peer started, by its own clock.
-        number: how many records it had written before since then; of two, the one with the larger (started, number) is
-            newer.
-        at: when it was made.
-        left: whether the peer leaves the run: its last record.
-        version, torch, device: the releases of Shoal and torch, and what it computes on.
-        role: in rounds.
-        terms: hash of what must be equal in the run.
-        machine: hash of all on which the bits of a step depend: peers of one machine hold equal parameters.
-        epoch, samples_behind: of the model's parameters.
+        number: how many records it had published before, since it started. Of two records, the one with the larger
+            (started, number) is newer.
+        at: when the record was made.
+        left: whether the peer leaves the run; this is its last record then.
+        version, torch: the releases of Shoal and torch.
+        device: the device on which it computes.
+        role: its role in rounds.
+        terms: a hash of the options that must be equal in the run.
+        machine: a hash of everything on which the bits of a step depend. Peers with the same hash hold equal
+            parameters.
+        epoch, samples_behind: the epoch of the model's parameters, and the samples of all epochs before.
         newest: the newest epoch that this peer has heard of.
-        marks: the last states at epochs that 1, 4, 16, 64, 256 and 1024 divide, as far as this peer has made or
-            downloaded them. Records of two peers are made at different times; these are what both will have.
-        loss: the mean of those that were reported since the record before, or the one before that; None if there was
-            none.
-        samples: accumulated in this epoch, by this peer.
-        all_samples, target: by all peers, as last told by the coordinator; where the epoch ends.
-        counts_steps: whether those three, and `samples_per_second`, are inner steps in place of samples.
-        samples_per_second, step_seconds: a moving average; of the last steps.
-        epoch_seconds: the mean of the last epochs; 0 before the second.
+        marks: the last states at epochs that are multiples of 1, 4, 16, 64, 256 and 1024, as far as this peer has made
+            or downloaded them. Records of two peers are made at different times, but they have some of these in common.
+        loss: the mean of the losses that were reported since the last record or the one before it; None if none was.
+        samples: the samples that this peer has accumulated in this epoch.
+        all_samples: the samples of all peers, as the coordinator last told them.
+        target: the number of samples at which the epoch ends.
+        counts_steps: whether these three, and `samples_per_second`, count inner steps in place of samples.
+        samples_per_second: a moving average.
+        step_seconds: the time of a training step, from the last steps.
+        epoch_seconds: the mean time of the last epochs; 0 before the second.
         last: the last round; None before the first.
-        totals, faults, fault: since it started.
-        members: that it is connected to, itself included.
+        totals, faults: totals and numbers of faults since it started.
+        fault: the last fault; None if there was none.
+        members: the number of members that it is connected to, itself included.
         unreached: the known members that it can't reach.
         refused: a peer of the run with other terms; None if there is none now.
-        cpu_seconds, memory: of the process; bytes.
-        lost: the members that were lost last. A record that names another one is published at once.
-        put_out: the last member that was put out of a round; None before the first.
+        cpu_seconds: the CPU time of the process.
+        memory: the resident memory of the process, in bytes.
+        lost: the members that were lost last. When a member is lost, a record is published at once.
+        put_out: the last member that it has put out of a round; None before the first.
     """
 
     started: Time
@@ -206,27 +212,27 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
     @property
     def order(self) -> tuple[float, int]:
-        """Of two records of a peer, the newer one's is larger."""
+        """A sort key: larger for the newer of two records of a peer."""
         return self.started, self.number
 
 
 def printable(text: str, limit: int) -> str:
-    """As much of a text as a record takes: `limit` bytes, of characters that may be written to a terminal."""
+    """Shorten a text to `limit` bytes, and replace characters that must not be written to a terminal by spaces."""
     return _unprintable.sub(" ", text).encode(errors="replace")[:limit].decode(errors="ignore")
 
 
 def name_of(peer: PeerID) -> str:
-    """A peer as tables and labels name it: the last 8 characters of its id."""
+    """The name of a peer in tables and labels: the last 8 characters of its id."""
     return str(peer)[-8:]
 
 
 def encode_health(health: Health) -> msgspec.Raw:
-    """The bytes of a record."""
+    """Encode a record."""
     return msgspec.Raw(msgspec.msgpack.encode(health))
 
 
 def decode_health(record: bytes) -> Health:
-    """The record that somebody has written so. Raises ValueError if it breaks a bound."""
+    """Decode a record of any peer. Raises ValueError if it breaks a bound."""
     if len(record) > MAX_BYTES:
         raise ValueError(f"a health record of {len(record)} bytes: at most {MAX_BYTES} count")
     try:

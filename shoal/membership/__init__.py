@@ -1,8 +1,8 @@
-"""Who may take part in a closed run: what its owner signs, and how that is checked.
+"""Membership of closed runs: the statements that a run's owner signs, and how they are checked.
 
-It promises to `swarm` and the rooms above: every statement is checked as a whole (kind, bounds, run, signature of the
-owner) before any of it is returned; time is an argument; there is no I/O but that of `OwnerKey`'s file. It imports
-nothing but identities.
+This room promises to `swarm` and the rooms above: every statement is checked as a whole (kind, bounds, run, signature
+of the owner) before any part of it is returned. Time is an argument. There is no I/O except for the file of an
+`OwnerKey` and of a `Holder`. It imports only identities.
 """
 
 from shoal.membership.membership import Membership as Membership

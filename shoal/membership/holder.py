@@ -1,4 +1,4 @@
-"""A member's own membership, and where the next one comes from."""
+"""A member's own membership, and how it is renewed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from shoal.membership.run import ClosedRun
 from shoal.p2p.identity import PeerID
 
 Source = str | os.PathLike[str] | Callable[[], str]
-"""A membership's line of text, a file with it, or a function that returns either text or file name."""
+"""A membership's line of text, the name of a file that contains it, or a function that returns either."""
 
 
 class Holder:
     """The membership of one peer in one closed run.
 
     Args:
-        source: see `Source`. A function or a file is asked again before the membership expires.
+        source: see `Source`. A function or a file is read again before the membership expires.
         run: the closed run.
         peer: this peer.
-        now: seconds since 1970.
+        now: the time, in seconds since 1970.
 
     Attributes:
-        text, membership: the present one.
-        renewable: whether asking again may bring another one.
+        text, membership: the present membership, as text and decoded.
+        renewable: whether reading the source again may give another membership.
 
     Raises:
-        ValueError: with what to do, if the source has no membership of this peer and run that is valid now. (Whatever
-            a function raises passes.)
+        ValueError: if the source has no membership of this peer and run that is valid now. The message says what to do.
+            (Errors that a function raises pass through.)
     """
 
     def __init__(self, source: Source, run: ClosedRun, peer: PeerID, now: float) -> None:
@@ -40,7 +40,7 @@ class Holder:
         self._since = now
 
     def fetch(self, now: float) -> tuple[str, Membership]:
-        """Ask the source, which may take its time. Raises as the class says."""
+        """Read the source, which may take long. Raises as the class says."""
         given = self._source() if callable(self._source) else self._source
         if not isinstance(given, str | os.PathLike):
             raise ValueError(f"membership= returned a {type(given).__name__}: return the line of text, or a file name")
@@ -63,7 +63,7 @@ class Holder:
         return text, membership
 
     def take(self, text: str, membership: Membership, now: float) -> bool:
-        """Hold that membership from now on. Returns whether it is another one."""
+        """Hold this membership from now on. Returns whether it differs from the last one."""
         is_new = membership != self.membership
         self.text, self.membership, self._since = text, membership, now
         return is_new
@@ -79,12 +79,14 @@ class Holder:
 
     @property
     def renew_at(self) -> float:
-        """When to ask for the next one: after three quarters of the time that was left when this one was taken."""
+        """When to read the source again: when a quarter of the time between taking this membership and its expiration
+        is left.
+        """
         return self.membership.expires - (self.membership.expires - self._since) / 4
 
     @property
     def advice(self) -> str:
-        """How to get another one."""
+        """How to get another membership."""
         return f"ask the run's owner for `shoal keys admit {self._run.run_id} {self._peer}`"
 
 

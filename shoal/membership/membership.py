@@ -1,4 +1,4 @@
-"""The owner's word that a peer may take part in a closed run, in which part, and until when."""
+"""A membership: the owner's statement that a peer may take part in a closed run, in which parts, and until when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Part(Enum):
     TRAIN = "train"  # everything: contribute, reduce, coordinate, give and get the state
     CLIENT = "client"  # contribute and get the state, as a peer that nobody dials
     AUXILIARY = "auxiliary"  # only reduce
-    WATCH = "watch"  # ask how the run gets on, and nothing else
+    WATCH = "watch"  # only read the run's progress
 
 
 _INCLUDES = {
@@ -32,13 +32,13 @@ _INCLUDES = {
 
 
 class Membership(Statement, frozen=True, array_like=True):
-    """A peer may take part.
+    """A peer may take part in a run.
 
     Attributes:
-        run_id: in which run.
-        peer: the key of its peer id; who speaks is proven by the connection, so this text is no secret.
-        parts: in which parts.
-        issued, expires: seconds since 1970.
+        run_id: the run.
+        peer: the public key of the peer. The connection proves that the sender has this key, so the text is no secret.
+        parts: the parts that the peer may take.
+        issued, expires: in seconds since 1970.
         serial: grows with each membership of the run.
     """
 
@@ -56,11 +56,11 @@ class Membership(Statement, frozen=True, array_like=True):
 
     @property
     def peer_id(self) -> PeerID:
-        """Whose membership this is."""
+        """The peer whose membership this is."""
         return PeerID(self.peer)
 
     def permits(self, part: Part) -> bool:
-        """Whether the member may take that part: to train includes all others, and each includes to watch."""
+        """Whether the member may take that part. "train" includes all other parts, and each part includes "watch"."""
         return any(part in _INCLUDES[given] for given in self.parts)
 
     def is_valid(self, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""The owner's word which state of the run to follow, whatever else is said."""
+"""A pin: the owner's statement which state of the run to follow, before all other states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shoal.membership.signed import Key, Kind, Number, Statement
 
 
 class Pin(Statement, frozen=True, array_like=True):
-    """Follow this state and its descendants before all others. The pin with the highest number counts, alone.
+    """Follow this state and its descendants before all others. Only the pin with the highest number counts.
 
     Attributes:
-        run_id: of which run.
-        number: of this pin; part of the tip of all who follow it.
+        run_id: the run.
+        number: the number of this pin. It is part of the tip of all peers that follow the pin.
         epoch, samples, lineage: the tip of the state.
-        rewind: descendants that were made before the pin do not count: those who hold one go back.
+        rewind: descendants that were made before the pin do not count, so peers that hold one go back.
     """
 
     number: Number
@@ -32,12 +32,12 @@ class Pin(Statement, frozen=True, array_like=True):
 
     @property
     def tip(self) -> str:
-        """The tip's text form."""
+        """The text form of the tip."""
         return tip_text(self.epoch, self.samples, self.lineage)
 
     @classmethod
     def of_text(cls, run_id: str, number: int, tip: str, *, rewind: bool = False) -> Pin:
-        """The pin of the tip with that text form. Raises ValueError if it is none."""
+        """The pin of the tip with that text form. Raises ValueError if it is no tip."""
         try:
             epoch, samples, lineage = tip.strip().split(":")
             pin = cls(run_id, number, int(epoch), float(samples), bytes.fromhex(lineage), rewind)
@@ -52,7 +52,7 @@ class Pin(Statement, frozen=True, array_like=True):
 
 
 def tip_text(epoch: int, samples: float, lineage: bytes) -> str:
-    """The text form of the name of a state: `<epoch>:<samples>:<lineage, 64 hex digits>`."""
+    """The text form of a state's tip: `<epoch>:<samples>:<lineage, 64 hex digits>`."""
     return f"{epoch}:{samples:.17g}:{lineage.hex()}"
 
 

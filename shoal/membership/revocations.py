@@ -1,4 +1,4 @@
-"""The owner's word that memberships end before their time."""
+"""Revocations: the owner's statement that memberships end before they expire."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ MAX_REVOKED = 512
 
 
 class Revoked(msgspec.Struct, frozen=True, array_like=True):
-    """All memberships of a peer that were issued at that time, or before it, are void. (So a peer can be admitted
-    again.)"""
+    """All memberships of a peer that were issued at or before the time `until` are void. (So the peer can be admitted
+    again.)
+    """
 
     peer: Key
     until: Seconds
 
 
 class Revocations(Statement, frozen=True, array_like=True):
-    """The list of what is void; the one with the highest number counts, alone.
+    """The list of void memberships. Only the list with the highest number counts.
 
     Attributes:
-        run_id: of which run.
-        number: of this list.
-        revoked: one for each peer.
+        run_id: the run.
+        number: the number of this list.
+        revoked: one entry for each peer.
     """
 
     number: Number
@@ -37,17 +38,17 @@ class Revocations(Statement, frozen=True, array_like=True):
             raise ValueError("a peer is named twice")
 
     def voids(self, membership: Membership) -> bool:
-        """Whether that membership is void."""
+        """Whether this list makes the membership void."""
         return any(one.peer == membership.peer and membership.issued <= one.until for one in self.revoked)
 
     def of_peer(self, key: bytes) -> Revoked | None:
-        """What is void of that peer's memberships."""
+        """The entry of that peer; None if there is none."""
         return next((one for one in self.revoked if one.peer == key), None)
 
     @classmethod
     def after(cls, last: Revocations | None, run_id: str, peers: list[bytes], now: float) -> Revocations:
-        """The list after `last` that also ends the memberships of `peers`. Memberships that have expired by themselves
-        need no place in it.
+        """The next list after `last`, which also ends the memberships of `peers`. Entries whose memberships have
+        expired anyway are dropped.
 
         Raises:
             ValueError: if the list is full.

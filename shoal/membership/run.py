@@ -15,11 +15,11 @@ _CLOSED = re.compile(rf"({_NAME.pattern})@([a-z2-7]{{52}})(?![A-Za-z0-9])")
 
 @dataclass(frozen=True, slots=True)
 class ClosedRun:
-    """A run that admits only whom its owner admits.
+    """A run that takes only the members that its owner admits.
 
     Attributes:
         run_id: `name@<public key of the owner in base32, 52 characters>`.
-        owner: that key.
+        owner: that key, as a peer id.
     """
 
     run_id: str
@@ -27,7 +27,7 @@ class ClosedRun:
 
     @classmethod
     def owned_by(cls, name: str, owner: PeerID) -> ClosedRun:
-        """The closed run of that name and owner. Raises ValueError for a name that no such run can have."""
+        """The closed run with that name and owner. Raises ValueError if no such run can have that name."""
         if not _NAME.fullmatch(name):
             raise ValueError(
                 f"a closed run can't be named {name!r}: give 1 to {MAX_NAME} letters, digits, '.', '_' and '-', the "
@@ -37,12 +37,14 @@ class ClosedRun:
 
     @classmethod
     def of(cls, run_id: str) -> ClosedRun | None:
-        """The closed run to which a run id belongs: its own, or that of a run within it (`<run id>/grad`, say). None
-        for an open run, which has no `@`.
+        """The closed run to which a run id belongs: the run itself, or the run that contains it (as in `<run
+        id>/grad`).
+
+        Returns None for an open run, whose id has no `@`.
 
         Raises:
-            ValueError: if there is an `@`, and no owner's key behind it: a run that was meant to be closed must not be
-                open because of a typing mistake.
+            ValueError: if there is an `@` without an owner's key after it. A typing mistake must not make a run open
+                that was meant to be closed.
         """
         if "@" not in run_id:
             return None

@@ -1,4 +1,4 @@
-"""What the owner of a run signs, as one line of text: `shoal-<kind>-1:<base64>`."""
+"""The signed statements of a run's owner, each as one line of text: `shoal-<kind>-1:<base64>`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal.p2p.identity import KEY_BYTES, SIGNATURE_BYTES, Identity
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 RunId = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 Number = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
-Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # since 1970, of `get_dht_time`
+Seconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # since 1970, as `get_dht_time`
 
 
 class Statement(msgspec.Struct, frozen=True, array_like=True):
-    """What an owner says of its run. Its kind is under the signature, too, so that no kind is taken for another."""
+    """A statement of an owner about its run. The signature covers its kind too, so no kind can be taken for another."""
 
     run_id: RunId
 
@@ -30,16 +30,16 @@ class Kind(Generic[S]):
     """One kind of statement, with its text form.
 
     Args:
-        word: names it.
-        type: of the statement.
-        max_bytes: no statement of this kind is longer, signature included.
+        word: the name of the kind.
+        type: the type of the statements.
+        max_bytes: the largest size of a statement of this kind, signature included.
     """
 
     def __init__(self, word: str, type: type[S], max_bytes: int) -> None:
         self.word, self.max_bytes = word, max_bytes
         self.prefix = f"shoal-{word}-1:"
         self.max_text = len(self.prefix) + -(-max_bytes // 3) * 4
-        self._decoder = msgspec.msgpack.Decoder(type)  # made at import, in one thread
+        self._decoder = msgspec.msgpack.Decoder(type)  # made at import, on one thread
 
     def sign(self, owner: Identity, statement: S) -> str:
         """The statement as a line of text, signed by the owner. Raises ValueError if it breaks a bound."""
@@ -50,12 +50,15 @@ class Kind(Generic[S]):
         run = ClosedRun.of(statement.run_id)
         if run is None or run.owner != owner.peer_id:
             raise ValueError(f"{statement.run_id!r} is not a run of this owner")
-        self.read(text, run)  # every bound is checked here, and not by those who get it
+        self.read(text, run)  # this checks every bound before anybody else reads the text
         return text
 
     def read(self, text: str, run: ClosedRun) -> S:
-        """The statement that `text` is, if the owner of `run` has signed it of that run. Raises ValueError with what is
-        wrong."""
+        """The statement in `text`, which the owner of `run` must have signed for that run.
+
+        Raises:
+            ValueError: if the text is no such statement. The message says what is wrong.
+        """
         statement, body, signature = self._open(text)
         if statement.run_id != run.run_id:
             raise ValueError(f"this {self.word} is of the run {statement.run_id!r}, not of {run.run_id!r}")
@@ -64,14 +67,14 @@ class Kind(Generic[S]):
         return statement
 
     def read_any(self, text: str) -> S:
-        """The statement that `text` is, signed by the owner of the run that it names. Raises ValueError as `read`."""
+        """The statement in `text`, signed by the owner of the run that it names. Raises ValueError as `read`."""
         run = ClosedRun.of(self._open(text)[0].run_id)
         if run is None:
             raise ValueError(f"this {self.word} is of an open run, which has no owner")
         return self.read(text, run)
 
     def is_one(self, text: str) -> bool:
-        """Whether `text` begins as a statement of this kind does."""
+        """Whether `text` begins like a statement of this kind."""
         return text.strip().startswith(self.prefix)
 
     def _open(self, text: str) -> tuple[S, bytes, bytes]:

@@ -1,16 +1,16 @@
-"""Seeing a run from outside: a peer that trains nothing, reads what the others say of themselves, and shows it.
+"""Monitoring: a peer that trains nothing reads the health records of the others and shows them.
 
-What this room promises to whoever looks:
+What this room promises to its users:
 
-- What is shown is what signed health records say, and what this process sees of its own connections; a record that
-  breaks a rule shows nowhere (`shoal.health`).
-- `picture` makes of records and losses what is shown, `verdict` one sentence of it, and `advice` what to do about the
-  time of a round. They do no I/O, and are told the time.
-- Watching changes nothing: there is no message here that a trainer acts on, and no right to give orders.
+- It shows only what signed health records say, and what this process sees of its own connections. A record that breaks
+  a rule is ignored (`shoal.health`).
+- Monitoring changes nothing: no trainer acts on any message that this room sends.
 
-How to read it: `watcher` joins the DHT and feeds the `picture`; `top` draws its snapshots in a terminal, `history`
-keeps them in a file, `web` serves them as a page and as Prometheus' metrics. Imports no torch; leans on `health`,
-`swarm` and `dht`. `web` needs the extra `shoal[monitor]`.
+Where to find what: `watcher` joins the DHT and passes records and lost connections to `picture`, which makes snapshots
+of them. `findings` says which peers are not well, `verdict` sums that up in one sentence, and `advice` says how to
+shorten epochs. These four do no I/O, and time is an argument. `top` draws snapshots in a terminal, `history` keeps them
+in a file, and `web` serves them as a page and as Prometheus metrics. Imports no torch; depends on `health`, `swarm` and
+`dht`. `web` needs the extra `shoal[monitor]`.
 """
 
 from __future__ import annotations

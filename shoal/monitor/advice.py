@@ -1,22 +1,22 @@
-"""What follows from where the time of an epoch goes. Pure."""
+"""Advice on how to shorten epochs, from the times of their phases. Pure functions."""
 
 from __future__ import annotations
 
 from shoal.monitor.snapshot import Phases
 
-MOST = 0.75  # of an epoch; more than that in computing, and the network limits nothing
+MOST = 0.75  # if computing takes at least this share of an epoch, the network is no bottleneck
 
 
 def advice_of(phases: Phases, sent: float, peers: int) -> str:
-    """What to do so that epochs take less time.
+    """How to make epochs shorter.
 
     Args:
-        phases: of an epoch.
-        sent: bytes that a peer sends in a round.
-        peers: how many there are.
+        phases: the times of an epoch.
+        sent: how many bytes a peer sends in a round.
+        peers: the number of peers.
 
     Returns:
-        One or two sentences.
+        One or two sentences; "" if nothing was measured.
     """
     whole = phases.computing + phases.waiting + phases.matchmaking + phases.exchange + phases.step
     if whole <= 0:

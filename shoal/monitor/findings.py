@@ -1,4 +1,4 @@
-"""Who of a run is not well, and in which way. Pure."""
+"""Finds out which peers of a run are not well, and in which way. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shoal.monitor.known import KnownPeer
 from shoal.monitor.snapshot import Finding, Standing, Trouble
 from shoal.p2p.identity import PeerID
 
-TOLD_SECONDS = 600.0  # for which it is told that a peer was lost
-CLOCK_SECONDS = 10.0  # by which two clocks may differ: records live 30 s, by the clock of who has written them
-ALONE_SECONDS = 2 * PERIOD_SECONDS  # that two peers have to meet
-UNLIKE_SECONDS = 3 * PERIOD_SECONDS  # for which a peer is named that has mended its parameters, by its own clock
-NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that is not to be compared
+TOLD_SECONDS = 600.0  # a loss is reported for so long
+CLOCK_SECONDS = 10.0  # a larger difference of clocks is reported: records live 30 s, by the clock of their writer
+ALONE_SECONDS = 2 * PERIOD_SECONDS  # within this time, two peers should have met
+UNLIKE_SECONDS = 3 * PERIOD_SECONDS  # a peer that has repaired its parameters is reported for so long, by its own clock
+NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that must not be compared
 
 T = TypeVar("T", bytes, str)
 
 
 def is_told(known: KnownPeer, now: float) -> bool:
-    """Whether it is told that this peer was lost."""
+    """Whether the loss of this peer is still reported."""
     return known.standing is Standing.LOST and now - known.since < TOLD_SECONDS
 
 
 def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, list[Finding]], int]:
-    """What is wrong with whom, the worst first, and how many were found to hold the same parameters."""
+    """The findings of each peer, the worst first, and how many peers were found to hold equal parameters."""
     peers = list(peers)
     here = [known for known in peers if known.is_there]
     unlike, alike = _unlike(here)
@@ -73,7 +73,7 @@ def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, li
 
 
 def refused_ones(peers: Iterable[KnownPeer]) -> list[str]:
-    """What members say of peers with other terms that publish nothing themselves."""
+    """Sentences about peers with other terms that publish nothing themselves, from the records of members."""
     here = [known for known in peers if known.is_there]
     shown = {known.peer.key[:PREFIX_BYTES] for known in here}
     return [
@@ -84,19 +84,19 @@ def refused_ones(peers: Iterable[KnownPeer]) -> list[str]:
 
 
 def common_epoch(here: Iterable[KnownPeer]) -> int:
-    """The newest of the epochs whose states are known of most peers."""
+    """The epoch whose state is known of the most peers; the newest one if there are several."""
     counts = Counter(epoch for known in here for epoch in known.marks)
     return max(counts, key=lambda epoch: (counts[epoch], epoch), default=0)
 
 
 def _refusals(here: Iterable[KnownPeer]) -> dict[bytes, str]:
-    """How the terms of refused peers differ, by the beginnings of their keys."""
+    """By the beginnings of the keys of refused peers: how their terms differ."""
     said = (known.health.refused for known in here)
     return {refused.key: refused.difference for refused in said if refused is not None}
 
 
 def _common(values: Iterable[tuple[T, Health]]) -> T | None:
-    """The value that most peers have; of equally many, that with more samples behind it."""
+    """The value that most peers have. If several have equally many, it is the one with more samples behind it."""
     counts: Counter[T] = Counter()
     behind: dict[T, float] = {}
     for value, health in values:
@@ -106,8 +106,12 @@ def _common(values: Iterable[tuple[T, Health]]) -> T | None:
 
 
 def _unlike(here: Sequence[KnownPeer]) -> tuple[dict[PeerID, Finding], int]:
-    """Compares the state of each peer at the newest epoch that it has in common with another: its line with all, its
-    digest with those of its line and machine. Returns who differs from most, and how many were found equal."""
+    """Compare the states of peers, for each peer at the newest epoch that it has in common with another one. Lineages
+    are compared among all peers, digests among those with the same lineage and machine.
+
+    Returns:
+        The findings of peers that differ from most, and how many peers were found to hold equal parameters.
+    """
     at: dict[int, list[KnownPeer]] = {}
     for known in here:
         for epoch in known.marks:

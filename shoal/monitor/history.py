@@ -1,6 +1,6 @@
-"""What a run was like: snapshots in an SQLite file, fewer of them the older they are.
+"""The history of a run: snapshots in an SQLite file. Of older times it keeps fewer.
 
-A row is of the run, and not of a peer: the file's size is bounded by time alone, whoever publishes health records.
+A row describes the whole run, not a peer. So the size of the file depends only on time, whatever peers publish.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import TracebackType
 
 from shoal.monitor.snapshot import Snapshot, Standing
 
-EVERY_SECONDS = 10  # a snapshot is kept
-MAX_POINTS = 1000  # of one answer
+EVERY_SECONDS = 10  # time between two snapshots that are kept
+MAX_POINTS = 1000  # points in one answer
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is older than `age` seconds is kept as means of `step` seconds."""
+    """Points that are older than `age` seconds are combined to one for every `step` seconds."""
 
     age: int
     step: int
@@ -29,13 +29,13 @@ class Level:
 
 LEVELS = (Level(3600, 60), Level(86400, 600))
 LONGEST = 90 * 86400  # seconds for which anything is kept
-FOLD_SECONDS = 600  # between two times of making old points fewer
+FOLD_SECONDS = 600  # how often old points are combined
 
 COLUMNS = (
     "epoch", "samples_behind", "loss", "samples_per_second", "epoch_seconds", "peers", "computing", "waiting",
     "matchmaking", "exchange", "step"
 )  # fmt: skip
-HIGHEST = ("epoch", "samples_behind")  # of several points in one; of the others the mean
+HIGHEST = ("epoch", "samples_behind")  # combined points have the maximum of these columns, and the mean of all others
 MEANS = ", ".join(f"max({name})" if name in HIGHEST else f"avg({name})" for name in COLUMNS)
 
 Series = dict[str, list[float | None]]
@@ -45,12 +45,12 @@ class History:
     """The history of one run. Any thread may call it.
 
     Args:
-        path: of the file, made if it does not exist; ":memory:" for none.
-        run_id: of the run.
+        path: the file, which is created if it does not exist; ":memory:" for no file.
+        run_id: the name of the run.
 
     Raises:
-        ValueError: if the file has the history of another run, or is none.
-        OSError: if it can't be made.
+        ValueError: if the file has the history of another run, or is no history.
+        OSError: if the file can't be created.
     """
 
     def __init__(self, path: Path | str, run_id: str) -> None:
@@ -103,10 +103,10 @@ class History:
         self.close()
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot; of two in the same second, the later.
+        """Keep a snapshot. It replaces another one of the same second.
 
         Raises:
-            OSError: if it can't be written, as when the disk is full.
+            OSError: if it can't be written, for example because the disk is full.
         """
         at, phases = int(snapshot.at), snapshot.phases
         here = [peer for peer in snapshot.peers if peer.standing is Standing.HERE]
@@ -126,13 +126,13 @@ class History:
             raise OSError(f"the history can't be kept: {error}") from error
 
     def fold(self, now: float) -> None:
-        """Make old points fewer, and drop the oldest. Done by itself every FOLD_SECONDS."""
+        """Combine old points, and drop the oldest ones. `add` calls this every FOLD_SECONDS."""
         with self._lock, self._db:
             self._db.execute("BEGIN")
             for level in LEVELS:
                 done = self._db.execute("SELECT until FROM folded WHERE step = ?", (level.step,)).fetchone()
                 since, until = 0 if done is None else done[0], int(now - level.age) // level.step * level.step
-                if since > until:  # a clock that was ahead has said so: once more, from the beginning
+                if since > until:  # the clock was ahead at that time, so start from the beginning
                     since = 0
                 if until > since:
                     self._fold(level.step, since, until)
@@ -150,8 +150,8 @@ class History:
         self._db.execute("DROP TABLE fewer")
 
     def series(self, now: float, seconds: float) -> Series:
-        """The run in the last `seconds` seconds: the columns of at most MAX_POINTS points, and their times `at`. Points
-        that a clock has written which was ahead are not shown before their time."""
+        """The history of the last `seconds` seconds: the columns of at most MAX_POINTS points, and their times `at`. A
+        point with a time in the future (the clock was ahead) is left out until then."""
         step = max(1, math.ceil(seconds / (MAX_POINTS - 1)))
         with self._lock:
             rows = self._db.execute(

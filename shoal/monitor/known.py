@@ -1,4 +1,4 @@
-"""A peer as a picture of its run knows it."""
+"""What a `Picture` knows of one peer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ class KnownPeer:
     """One peer.
 
     Attributes:
-        peer: who it is.
-        health: its newest record; `before`: the one before it, of the same start.
-        heard_at: when the newest was published, as far as is known; `read_at`: when it was first read; `first_at`:
-            when the first was.
-        standing: see `Standing`; `why`: of LOST; `since`: when it got there.
-        clock: by how many seconds, at least, its clock is ahead of this machine's (behind: less than 0), as its last
-            two records show: one may have been long under way. `clock_before`: as the last one does.
-        unreachable: why this process can't connect to it; "" if it is connected, or was not tried.
-        marks: by epoch.
-        losses: what it says of members that it has lost, and when that was first read; by their keys' beginnings, and
-            the numbers of the losses.
+        peer: its id.
+        health: its newest record.
+        before: the record before that, of the same start; None if there is none.
+        heard_at: when the newest record was published, as far as is known.
+        read_at: when the newest record was first read.
+        first_at: when the first record was read.
+        standing: see `Standing`.
+        why: why it was lost.
+        since: when its standing last changed.
+        clock: by how many seconds, at least, its clock is ahead of this machine's (behind it if negative). It is the
+            smaller difference of the last two records, since one of them may have arrived late.
+        clock_before: the difference of the last record.
+        unreachable: why this process can't connect to it; "" if it is connected, or no attempt was made.
+        marks: its marks, by epoch.
+        losses: the losses that it reports, as (beginning of the key, number of the loss), and when each was first read.
     """
 
     peer: PeerID
@@ -49,7 +53,7 @@ class KnownPeer:
         self._hear(self.health, self.read_at)
 
     def heard(self, health: Health, heard_at: float, clock: float, now: float) -> None:
-        """A newer record was read, which shows that about the peer's clock."""
+        """A newer record was read. `clock` is the difference of clocks that it shows."""
         self.clock, self.clock_before = min(self.clock_before, clock, key=abs), clock
         self.before, self.health = None if health.started != self.health.started else self.health, health
         self.heard_at, self.read_at = max(self.heard_at, heard_at), now

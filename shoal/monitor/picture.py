@@ -1,7 +1,7 @@
-"""What is known of a run, made of health records and of connections: a state machine without I/O.
+"""What a watcher knows of a run, from health records and its own connections: a state machine without I/O.
 
-Times are in seconds of the caller's clock. What it believes of a peer is what that peer has signed, and what the caller
-has seen of its own connection to it.
+Times are in seconds of the caller's clock. It believes of a peer only what that peer has signed, and what the caller
+has seen of its own connection to the peer.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from shoal.monitor.views import loss_of, mean_of, view_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.view import MAX_MEMBERS
 
-LATE_SECONDS = 1.5 * PERIOD_SECONDS  # without a record, and a peer is silent
+LATE_SECONDS = 1.5 * PERIOD_SECONDS  # a peer without a new record for so long is silent
 MAX_HAPPENINGS = 200
-MAX_WHY = 400  # bytes of a reason why a connection ended or was not made: parts of it are what the peer has answered
+MAX_WHY = 400  # bytes of the reason why a connection ended or failed; a peer may have written parts of it
 
 
 class Picture:
-    """A run, as whoever watches it knows it.
+    """What a watcher knows of one run.
 
     Args:
-        run_id: its name.
+        run_id: the name of the run.
     """
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self._peers: dict[PeerID, KnownPeer] = {}
         self._named: dict[bytes, PeerID] = {}  # by the beginnings of their keys
-        self._coordinators: dict[bytes, float] = {}  # those of which it was told that they were lost, and when
+        self._coordinators: dict[bytes, float] = {}  # coordinators whose loss was reported, and when
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._read_at = float("-inf")  # when the last reading of the board began
-        self._is_first = True  # what is read first has happened before
+        self._is_first = True  # peers in the first reading have not just joined
 
     # -- what happens
 
@@ -48,10 +48,10 @@ class Picture:
         """The board was read.
 
         Args:
-            posts: what was there.
+            posts: the records on it.
             began: when the reading began.
             now: when it ended.
-            wall: the same by the clock that records are published by.
+            wall: when it ended, by the clock of the DHT.
         """
         for posted in posts:
             self._read(posted, now - (wall - posted.at), now, wall)
@@ -60,9 +60,10 @@ class Picture:
         self.tick(now, wall)
 
     def _read(self, posted: Posted, said_at: float, now: float, wall: float) -> None:
-        """A record was read. `said_at`: when its peer says that it has published it."""
+        """A record was read. `said_at` is the time at which its peer claims to have published it."""
         peer, health = posted.peer, posted.health
-        # Not before the last reading began, where it was not there, nor later than now. Else a clock is wrong.
+        # It was published after the last reading began, which did not find it, and before now. If its peer says
+        # otherwise, a clock is wrong.
         heard_at = min(max(said_at, self._read_at, now - LIFE_SECONDS), now)
         clock = said_at - heard_at if self._read_at > now - LIFE_SECONDS else max(0.0, said_at - now)
         known = self._peers.get(peer)
@@ -79,7 +80,8 @@ class Picture:
         if health.order <= known.health.order:
             return
         restarted = health.started != known.health.started
-        # What was not there when a reading began after the loss was published after it; this may be older.
+        # The record proves that the peer is alive only if it was published after the loss. That is certain if a reading
+        # that began after the loss did not find it.
         may_be_older = known.standing is Standing.LOST and not restarted and self._read_at <= known.since
         known.heard(health, heard_at, clock, now)
         if health.left:
@@ -97,7 +99,7 @@ class Picture:
         self._compare(known.before, health, peer, wall)
 
     def _compare(self, before: Health | None, health: Health, peer: PeerID, wall: float) -> None:
-        """Tell what has happened between two records."""
+        """Report what has happened between two records."""
         if health.totals.downloads > (0 if before is None else before.totals.downloads):
             self._tell(wall, peer, f"has downloaded the state of epoch {health.epoch}")
         fault = health.fault
@@ -110,15 +112,16 @@ class Picture:
         if out is not None and out != (None if before is None else before.put_out):
             self._tell(wall, peer, f"has put …{self._name(out.key)} out of a round: {out.reason}")
         lost = [loss.key for loss in health.lost if loss.coordinated and (before is None or loss not in before.lost)]
-        # Others say the same: it is told once.
+        # Several peers report the same loss, but it is shown once.
         self._coordinators = {key: at for key, at in self._coordinators.items() if at > wall - LIFE_SECONDS}
         if lost and lost[-1] in self._named and lost[-1] not in self._coordinators:
             self._coordinators[lost[-1]] = wall
             self._tell(wall, peer, f"has lost the coordinator, …{self._name(lost[-1])}")
 
     def _hear_of_clients(self, now: float, wall: float) -> None:
-        """A client, which nobody can dial, is lost when those say so that held a connection to it: more than half of
-        them, and two at least where two members listen. What was said before its newest record was read is void."""
+        """Find lost clients, which this process can't dial. A client is lost if more than half of the members with a
+        connection to it say so, and at least two of them if two members listen. Reports from before its newest record
+        was read do not count."""
         listening = [k for k in self._peers.values() if k.standing is Standing.HERE and not k.is_client]
         tellers: dict[PeerID, set[PeerID]] = {}
         for teller in listening:
@@ -145,13 +148,13 @@ class Picture:
             self._lose(known, printable(reason, MAX_WHY), now, wall)
 
     def unreachable(self, peer: PeerID, reason: str) -> None:
-        """That peer was dialled in vain."""
+        """An attempt to connect to that peer has failed."""
         known = self._peers.get(peer)
         if known is not None:
             known.unreachable = printable(reason, MAX_WHY)
 
     def tick(self, now: float, wall: float) -> None:
-        """Time has passed."""
+        """Update the standing of peers, because time has passed."""
         for known in self._peers.values():
             age = now - known.heard_at
             if known.is_there and age > LIFE_SECONDS:
@@ -171,7 +174,7 @@ class Picture:
         self._happenings.append(Happening(wall, name_of(peer), what))
 
     def _forget_one(self) -> bool:
-        """Make room for a peer, if one is gone."""
+        """Make room for a new peer by forgetting one that is gone. Returns whether there was one."""
         gone = [known for known in self._peers.values() if not known.is_there]
         if not gone:
             return False
@@ -181,13 +184,13 @@ class Picture:
         return True
 
     def _name(self, key: bytes) -> str:
-        """How a peer is named of which others tell the beginning of its key."""
+        """The name of a peer of which only the beginning of its key is known."""
         return name_of(self._named[key]) if key in self._named else key.hex()
 
     # -- what is known
 
     def expected(self) -> list[PeerID]:
-        """The peers that are there, and listen: those to be connected to."""
+        """The peers that are there and listen, to which this process should be connected."""
         return [k.peer for k in self._peers.values() if k.is_there and not k.is_client]
 
     def records(self) -> list[tuple[PeerID, Health]]:
@@ -195,7 +198,7 @@ class Picture:
         return [(known.peer, known.health) for known in self._peers.values() if known.is_there]
 
     def snapshot(self, now: float, wall: float) -> Snapshot:
-        """The run now."""
+        """A snapshot of the run."""
         here = [known for known in self._peers.values() if known.is_there]
         findings, alike = findings_of(self._peers.values(), now)
         epoch = max((known.health.epoch for known in here), default=0)

@@ -1,4 +1,4 @@
-"""Serves the page of a run, until it is told to stop."""
+"""Serves the page of a run until it is stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uvicorn
 from shoal.monitor.web import Site
 
 LOOPBACK = "127.0.0.1"
-GRACE_SECONDS = 2  # that open answers have to end
+GRACE_SECONDS = 2  # open answers must end within this time
 
 
 def listen(port: int) -> socket.socket:
@@ -20,7 +20,7 @@ def listen(port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of events when it is told to end."""
+    """A server that ends the streams of events when it is stopped."""
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(site: Site, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, which is raised again as KeyboardInterrupt."""
+    """Serve until SIGINT or SIGTERM, and then raise KeyboardInterrupt."""
     config = uvicorn.Config(
         site.app, log_level="critical", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
     )

@@ -1,4 +1,4 @@
-"""What is known of a run at one moment: plain data, as `top --json` prints it and the page gets it."""
+"""What is known of a run at one moment: plain data, which `shoal top --json` prints and the page receives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import msgspec
 class Standing(StrEnum):
     """Whether a peer is there.
 
-    To LOST from HERE and SILENT, by a connection that ends and can't be made again (of a client: by what the members
-    say that held it), or by a record that expires; to HERE from all others, by a newer record; LEFT is what a peer says
-    in its last record.
+    Attributes:
+        HERE: its newest record is not late. A newer record leads here from all other standings.
+        SILENT: its next record is late, but it is not known to be lost.
+        LOST: its connection has ended and can't be made again, or its record has expired. A client is lost if the
+            members with connections to it say so.
+        LEFT: it has said in its last record that it leaves.
     """
 
     HERE = "here"
-    SILENT = "silent"  # connected, or not known to be lost, and its record is late
+    SILENT = "silent"
     LOST = "lost"
     LEFT = "left"
 
 
 class Trouble(StrEnum):
-    """What a peer can be called that is not well. The words stand after its name, and before details."""
+    """The ways in which a peer is not well. The texts follow the name of the peer, and details follow them."""
 
     LOST = "was lost"
     SILENT = "is silent"
@@ -37,7 +40,7 @@ class Trouble(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """That a peer is not well: what it is called, and more of it in words."""
+    """A way in which a peer is not well, with details in words."""
 
     trouble: Trouble
     detail: str
@@ -47,14 +50,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Phases(msgspec.Struct, frozen=True):
-    """Where the time of an epoch goes, in seconds; the mean of the peers.
+    """How an epoch spends its time, in seconds.
 
     Attributes:
-        computing: what is left of the epoch.
-        waiting: for the samples of others.
-        matchmaking: until the round began.
-        exchange: of the bytes.
-        step: of the optimizer.
+        computing: the rest of the epoch, without the other phases.
+        waiting: the time until the others had their samples.
+        matchmaking: the time until the round began.
+        exchange: the time of the all-reduce.
+        step: the time of the optimizer's step.
     """
 
     computing: float
@@ -65,20 +68,21 @@ class Phases(msgspec.Struct, frozen=True):
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """One peer, as it is shown. Sizes are in bytes and bytes per second, times in seconds.
+    """One peer, as it is shown. Sizes are in bytes, rates in bytes per second, times in seconds.
 
     Attributes:
         name: the last characters of its id.
         id: its peer id.
-        standing: whether it is there; `why` if it is not.
-        findings: what is wrong with it.
-        seen: how long ago it said something.
+        standing: whether it is there.
+        why: why it was lost; "" if it was not.
+        findings: in which ways it is not well.
+        seen: how long ago its newest record was published.
         mark: the beginning of the digest of its parameters in the epoch `mark_epoch`, which most peers have in common;
             "" if it is not known.
-        share: of the samples that all make in a second.
-        up, down: since its record before the last.
+        share: its share of the samples per second of all peers.
+        up, down: the rates at which it has sent and received tensors between its last two records.
 
-        The rest are of its record.
+        All others are from its record, see `Health`.
     """
 
     name: str
@@ -118,7 +122,13 @@ class PeerView(msgspec.Struct, frozen=True):
 
 
 class Happening(msgspec.Struct, frozen=True):
-    """Something that has happened: when (seconds since 1970), to whom, and what, in words."""
+    """An event.
+
+    Attributes:
+        at: when it happened, in seconds since 1970.
+        peer: the name of the peer.
+        what: what happened to the peer, in words.
+    """
 
     at: float
     peer: str
@@ -129,20 +139,22 @@ class Snapshot(msgspec.Struct, frozen=True):
     """A run at one moment.
 
     Attributes:
-        run_id: its name.
-        at: seconds since 1970.
-        is_well: whether nothing is wrong that is known.
-        sentence: that, with the names of those that are not well.
-        epoch, samples_behind: of the peer that has come furthest.
-        epoch_seconds: of an epoch; 0 if it is not known.
-        loss: the mean of those that peers have reported, by their samples per second; None if none has.
-        samples, target: in this epoch, of all peers; where it ends.
-        counted: what these are, and `samples_per_second`: "samples", or "inner steps" of a run with an outer optimizer.
-        samples_per_second: of all peers.
-        phases: of the last epochs; None before the first.
-        advice: what follows from them.
-        peers: all that were seen, those that are there first.
-        happenings: the last ones, the newest last.
+        run_id: the name of the run.
+        at: the time, in seconds since 1970.
+        is_well: whether no peer is known to be unwell.
+        sentence: a summary, with the names of peers that are not well.
+        epoch: the newest epoch of any peer.
+        samples_behind: the most samples behind the parameters of any peer.
+        epoch_seconds: the usual time of an epoch; 0 if it is not known.
+        loss: the mean of the losses that peers have reported, weighted by their samples per second; None if none has.
+        samples: the samples of all peers in this epoch.
+        target: the number of samples at which the epoch ends.
+        counted: what these two and `samples_per_second` count: "samples", or "inner steps" with an outer optimizer.
+        samples_per_second: the sum over all peers.
+        phases: the mean phases of the peers' last epochs; None before the first.
+        advice: how to make epochs shorter.
+        peers: all peers that were seen; those that are there come first.
+        happenings: the last events, the newest last.
     """
 
     run_id: str

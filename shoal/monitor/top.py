@@ -1,4 +1,4 @@
-"""`shoal top`: one screen of a terminal, drawn from a snapshot."""
+"""`shoal top`: draws a snapshot on one screen of a terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shoal.monitor.snapshot import Happening, PeerView, Phases, Snapshot, Standi
 REFRESH_SECONDS = 1.0
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKS = 60
-LONG_SECONDS = 20.0  # of an epoch whose progress records can follow
+LONG_SECONDS = 20.0  # only of longer epochs the progress is shown: records are up to 10 s old
 MAX_HAPPENINGS, MAX_ROWS, MAX_NOTES = 8, 20, 6
 MARK_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "white", "bright_black")
 PHASE_STYLES = {"computing": "green", "waiting": "yellow", "matchmaking": "magenta", "exchange": "blue", "step": "cyan"}
 PHASE_NAMES = {"exchange": "bytes"}
 PHASE_WIDTH = 50
-TOO_LARGE = 1e9  # to be written in full
+TOO_LARGE = 1e9  # larger numbers are not written in full
 STANDING_STYLES = {Standing.HERE: "green", Standing.SILENT: "yellow", Standing.LOST: "red", Standing.LEFT: "dim"}
 
 
@@ -35,14 +35,14 @@ def as_json(snapshot: Snapshot) -> str:
 
 
 class Losses:
-    """The losses of the last snapshots, one for each epoch in which it was another."""
+    """The losses of the last epochs, from snapshots, as a line of bars."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=MAX_SPARKS)
         self._epoch = -1
 
     def add(self, snapshot: Snapshot) -> None:
-        """Another snapshot was taken."""
+        """Add the loss of a snapshot, if it is of a new epoch."""
         if snapshot.loss is not None and snapshot.epoch != self._epoch:
             self._seen.append(snapshot.loss)
             self._epoch = snapshot.epoch
@@ -56,9 +56,9 @@ class Losses:
 
 
 def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
-    """The whole screen, top to bottom: is it well, the loss, the epoch, the time of a round, peers, what has happened.
+    """The whole screen. From top to bottom: the verdict, the loss, the epoch, the phases of an epoch, peers, events.
 
-    What peers say of themselves is shown as text, and never as markup.
+    Texts from peers are shown as plain text, never as markup.
     """
     mark = Text("● ", "green" if snapshot.is_well else "red")
     head = Text.assemble(mark, (snapshot.sentence, "bold"))
@@ -77,12 +77,12 @@ def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
 
 
 def _number(value: float, digits: int) -> str:
-    """With so many digits after the point; one that no run has, but a record may, in few characters."""
+    """The number with so many digits after the point. Numbers that only a false record can have are written shortly."""
     return f"{value:.{digits}f}" if abs(value) < TOO_LARGE else f"{value:.1e}"
 
 
 def _epoch_line(snapshot: Snapshot) -> RenderableType:
-    """How far the epoch has come; of one that is shorter than records are old, only what it is."""
+    """The progress of the epoch; only its target and pace if it is so short that records can't show progress."""
     pace = f"{_number(snapshot.samples_per_second, 1)} {snapshot.counted} a second"
     target = _number(snapshot.target, 0)
     if snapshot.epoch_seconds <= LONG_SECONDS:
@@ -147,11 +147,11 @@ def _cells(peer: PeerView) -> list[RenderableType]:
 
 
 def _notes(snapshot: Snapshot) -> list[RenderableType]:
-    """What is wrong with whom, and what they run."""
+    """Lines about peers that are not well, and about the versions that peers run."""
     bad = [peer for peer in snapshot.peers if peer.findings]
     notes: list[RenderableType] = []
     if _is_long(snapshot):
-        notes.append(Text(f"and {len(snapshot.peers) - MAX_ROWS} more; those come first that are not well", "dim"))
+        notes.append(Text(f"and {len(snapshot.peers) - MAX_ROWS} more; peers that are not well come first", "dim"))
     notes += [Text(f"…{peer.name} {'; '.join(map(str, peer.findings))}", "red") for peer in bad[:MAX_NOTES]]
     if len(bad) > MAX_NOTES:
         notes.append(Text(f"and {len(bad) - MAX_NOTES} more that are not well", "red"))
@@ -161,7 +161,7 @@ def _notes(snapshot: Snapshot) -> list[RenderableType]:
 
 
 def _mark_of(digest: str) -> Text:
-    """The beginning of a digest as four colours: equal ones look equal."""
+    """The beginning of a digest as four colours, so that equal digests look equal."""
     text = Text()
     for digit in digest[:4]:
         text.append("■", MARK_COLOURS[int(digit, 16) % len(MARK_COLOURS)])

@@ -1,4 +1,4 @@
-"""Whether a run is well, in one sentence. Pure."""
+"""Sums up in one sentence whether a run is well. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Sequence
 
 from shoal.monitor.snapshot import PeerView, Standing
 
-MAX_NAMED = 3  # peers in the sentence, and as many that were refused
+MAX_NAMED = 3  # peers that the sentence names, and as many refused ones
 
 
 def sentence_of(
     run_id: str, peers: Sequence[PeerView], epoch: int, epoch_seconds: float, *, alike: int, refused: Sequence[str]
 ) -> tuple[bool, str]:
-    """Whether all is well, and that in words.
+    """Sum up whether a run is well.
 
     Args:
-        run_id: names the run.
-        peers: those that count: all that are there, and those that were lost a short time ago.
-        epoch, epoch_seconds: of the run.
-        alike: how many peers were found to hold the same parameters.
-        refused: what is to be said of peers with other terms that publish nothing, each with its name.
+        run_id: the name of the run.
+        peers: the peers that count: all that are there, and those that were lost a short time ago.
+        epoch, epoch_seconds: those of the run.
+        alike: how many peers were found to hold equal parameters.
+        refused: sentences about peers with other terms that publish nothing.
+
+    Returns:
+        Whether the run is well, and the sentence.
     """
     if not peers:
         ask = "is that its run_id, does anybody train, and is this machine's clock right?"

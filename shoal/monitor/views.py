@@ -1,4 +1,4 @@
-"""A peer as it is shown, and what several peers come to together. Pure."""
+"""Makes what is shown of a peer, and means over several peers. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal.monitor.snapshot import Finding, PeerView, Phases
 
 
 def loss_of(records: Sequence[Health]) -> float | None:
-    """The mean of the losses that were reported, by samples per second; None if none was."""
+    """The mean of the reported losses, weighted by samples per second; None if there are none."""
     told = [(health.loss, max(health.samples_per_second, 1e-9)) for health in records if health.loss is not None]
     whole = sum(weight for _, weight in told)
-    return sum(loss * (weight / whole) for loss, weight in told) if told else None  # no product above its bounds
+    return sum(loss * (weight / whole) for loss, weight in told) if told else None  # divides first: nothing overflows
 
 
 def _phases_of(health: Health) -> Phases | None:
@@ -27,7 +27,7 @@ def _phases_of(health: Health) -> Phases | None:
 
 
 def mean_of(phases: Sequence[Phases]) -> Phases | None:
-    """The mean; None of none."""
+    """The mean of the phases; None if there are none."""
     if not phases:
         return None
     return Phases(
@@ -40,14 +40,14 @@ def mean_of(phases: Sequence[Phases]) -> Phases | None:
 
 
 def view_of(known: KnownPeer, findings: Sequence[Finding], speed: float, common: int, now: float) -> PeerView:
-    """The peer, now.
+    """What is shown of a peer.
 
     Args:
         known: what is known of it.
-        findings: what is wrong with it.
-        speed: samples per second of all peers.
+        findings: in which ways it is not well.
+        speed: the samples per second of all peers.
         common: the epoch whose state is shown.
-        now: in seconds of the clock by which it is known.
+        now: the time, on the clock of `known`.
     """
     health, before, totals, last = known.health, known.before, known.health.totals, known.health.last
     up = down = 0.0

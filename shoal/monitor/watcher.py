@@ -1,4 +1,4 @@
-"""Watches a run: reads health records in the DHT, keeps connected to those that write them, and tells what is known."""
+"""Watches a run: reads health records from the DHT, keeps connections to their peers, and makes snapshots."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ from shoal.swarm.gates import admit_to, gate_of
 log = logging.getLogger(__name__)
 
 SHORTEST, LONGEST = 2.0, 10.0  # seconds between two readings of the records
-SECONDS_A_PEER = (
-    0.35  # within these: all nodes that keep the records send all of them, which takes 2 kB a second at most
-)
+# Between these bounds, the time grows with the number of peers, so that a node that keeps the records sends at most 2
+# kB per second.
+SECONDS_A_PEER = 0.35
 LIST_SECONDS = 10.0  # between two readings of the members and their addresses
-AGAIN_SECONDS = 3.0  # that a peer has to answer whose connection has ended
+AGAIN_SECONDS = 3.0  # a peer whose connection has ended must answer within this time
 DIAL_SECONDS = 5.0
 _LOST = "its connection was lost: "  # how a transport's reasons begin
-MAX_CONNECTIONS = 256  # to peers of the run; of the others only late records tell that they are lost
+MAX_CONNECTIONS = 256  # to peers of the run; the loss of others is noticed only when their records are late
 
 T = TypeVar("T")
 
 
 class Watcher:
-    """A peer that trains nothing, and knows how the others are.
+    """A peer that trains nothing, and knows the state of all others.
 
     >>> with shoal.DHT(initial_peers=[...], client_mode=True, start=True) as dht, Watcher(dht, "my run") as watcher:
     ...     print(watcher.snapshot().sentence)
 
-    It reads the records of all peers every 2 to 10 s (the more peers, the less often), and holds a connection to each
-    that can be dialled, which carries nothing: when it ends and can't be made again, the peer is lost.
+    It reads the records of all peers every 2 to 10 s (less often if there are many peers). It also keeps an idle
+    connection to each peer that can be dialled: when that ends and can't be made again, the peer counts as lost.
 
     Args:
-        dht: its place in the DHT, started; a client will do. It stays when the watcher is closed.
-        run_id: of the run.
-        membership: of a closed run, see `shoal.Optimizer`; the part `watch` is enough.
+        dht: a `DHT` that runs; it may be a client. It keeps running when the watcher is closed.
+        run_id: the name of the run.
+        membership: for a closed run: the membership of this peer, see `shoal.Optimizer`; the role `watch` is enough.
 
     Raises:
-        ValueError: for a run that is closed, and no membership of it.
+        ValueError: if the run is closed and there is no membership that permits to watch it, or if the run is open and
+            there is one.
     """
 
     def __init__(self, dht: DHT, run_id: str, *, membership: Source | None = None) -> None:
@@ -74,16 +75,16 @@ class Watcher:
 
         async def start() -> None:
             self._leave.append(dht.node.on_lost(self._on_lost))
-            if gate is not None:  # its membership is renewed in time, and revoked peers are put out
+            if gate is not None:  # the gate renews this peer's membership, and removes revoked peers
                 self._leave.append(gate.enter(lambda key: None, lambda: None))
             self._tasks = [dht.node.spawn(self._keep_watching())]
 
         dht.submit(start()).result()
 
-    # -- in any thread but the reactor's
+    # -- for any thread except the reactor's
 
     def snapshot(self) -> Snapshot:
-        """The run now. Raises RuntimeError if the DHT was shut down."""
+        """A snapshot of the run. Raises RuntimeError if the DHT was shut down."""
         return self._call(self._snapshot)
 
     def records(self) -> list[tuple[PeerID, Health]]:
@@ -91,8 +92,8 @@ class Watcher:
         return self._call(self._picture.records)
 
     def wait_until_ready(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until all records were read once, and their peers were dialled. Returns
-        whether that was done."""
+        """Wait until all records were read once and their peers were dialled, at most `timeout` seconds. Returns
+        whether this is done."""
 
         async def wait() -> None:
             async with asyncio.timeout(timeout):
@@ -157,7 +158,7 @@ class Watcher:
                 has_read = True
             except (P2PError, TimeoutError) as error:
                 log.debug("the records could not be read: %s", error)
-            except Exception as error:  # the next reading may do
+            except Exception as error:  # the next reading may succeed
                 level = logging.DEBUG if has_failed else logging.WARNING
                 log.log(level, "the records could not be read: %r", error, exc_info=error)
                 has_failed = True
@@ -170,7 +171,7 @@ class Watcher:
             await asyncio.sleep(max(0.0, began + pause - _now()))
 
     def _connect(self) -> None:
-        """Dial those that should be connected, and are not."""
+        """Dial peers that should be connected and are not."""
         node, now = self.dht.node, _now()
         expected = self._picture.expected()[:MAX_CONNECTIONS]
         for peer in expected:
@@ -182,7 +183,7 @@ class Watcher:
         wanted = set(expected)
         for peer in self._redial.due(now):
             if peer not in wanted:
-                self._redial.found(peer)  # it is gone
+                self._redial.found(peer)  # stop dialling it: it is gone
             elif peer not in self._dialling:
                 self._start(peer, self._dial(peer))
 
@@ -199,7 +200,7 @@ class Watcher:
             self._picture.connected(peer)
 
     def _on_lost(self, peer: PeerID, reason: str) -> None:
-        """A connection has ended. Of two between the same peers one may have stayed, or a line was cut: dial again."""
+        """A connection has ended. The peer may still be alive, for example if a line was cut, so dial it again."""
         if peer in self._picture.expected() and peer not in self._dialling:
             self._start(peer, self._dial_again(peer, reason))
 

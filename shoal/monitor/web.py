@@ -1,4 +1,4 @@
-"""`shoal monitor`: a page of a run, its events and history, and Prometheus' metrics. Serves, and takes nothing.
+"""`shoal monitor`: serves a page about a run, its events and history, and Prometheus metrics. Everything is read-only.
 
 Needs the extra `shoal[monitor]`.
 """
@@ -43,9 +43,9 @@ FILES = {
     "/icon.svg": "icon.svg",
 }
 LOOK_SECONDS = 2.0
-MAX_LISTENERS = 64  # to events at a time
+MAX_LISTENERS = 64  # open streams of events
 HEADERS = {
-    # Whatever a peer says of itself: the page runs no script but its own, and fetches nothing from elsewhere.
+    # The page runs only its own scripts and fetches nothing from elsewhere, whatever text a peer publishes.
     b"content-security-policy": b"default-src 'self'; frame-ancestors 'none'",
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
@@ -57,8 +57,8 @@ class Site:
     """The page of one run.
 
     Args:
-        watcher: of the run.
-        history: of it.
+        watcher: the watcher of the run.
+        history: the history of the run.
 
     Attributes:
         app: the ASGI application.
@@ -82,11 +82,11 @@ class Site:
         self.app: ASGIApp = _WithHeaders(Starlette(routes=routes, middleware=own_names, lifespan=self._lifespan))
 
     def stop(self) -> None:
-        """End the answers that go on, so that the server can end."""
+        """End the open streams of events, so that the server can end."""
         self._stopped = True
         self._changed.set()
 
-    # -- what is shown
+    # -- snapshots
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -97,13 +97,13 @@ class Site:
             await looking
 
     async def _keep_looking(self) -> None:
-        """One snapshot for all who look, every LOOK_SECONDS."""
+        """Make a snapshot for all viewers every LOOK_SECONDS."""
         while not self._stopped:
             try:
                 await self._look()
-            except RuntimeError as error:  # the DHT was shut down: what was known last stays
+            except RuntimeError as error:  # the DHT was shut down: the last snapshot stays
                 log.debug("%s", error)
-            except Exception as error:  # the next one may do
+            except Exception as error:  # the next snapshot may succeed
                 level = logging.DEBUG if self._warned else logging.WARNING
                 log.log(level, "the run could not be looked at: %r", error, exc_info=error)
                 self._warned = True
@@ -118,7 +118,7 @@ class Site:
             self._kept_at = snapshot.at
             try:
                 await asyncio.to_thread(self._history.add, snapshot)
-            except OSError as error:  # the page goes on without
+            except OSError as error:  # the page continues without history
                 log.warning("%s", error)
 
     # -- answers
@@ -135,7 +135,7 @@ class Site:
         return StreamingResponse(self._stream(), media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        """The snapshots, as they come. Who reads slowly misses some."""
+        """The snapshots as they are made. A slow reader misses some."""
         self._listeners += 1
         try:
             while not self._stopped:
@@ -161,12 +161,12 @@ class Site:
 
     def _scrape(self) -> bytes:
         records, snapshot = self._watcher.records(), self._watcher.snapshot()
-        first = f"# {printable(snapshot.sentence, len(snapshot.sentence.encode()))}\n"  # to Prometheus a comment
+        first = f"# {printable(snapshot.sentence, len(snapshot.sentence.encode()))}\n"  # a comment for Prometheus
         return first.encode() + generate_latest(registry_of(lambda: metrics_of(snapshot, records)))
 
 
 def metrics_of(snapshot: Snapshot, records: list[tuple[PeerID, Health]]) -> Metrics:
-    """Those of all peers, and two of the run."""
+    """The metrics of all peers, and two metrics of the run."""
     well = GaugeMetricFamily("shoal_run_is_well", "Whether nothing is known to be wrong.", labels=["run"])
     well.add_metric([snapshot.run_id], float(snapshot.is_well))
     peers = GaugeMetricFamily("shoal_run_peers", "Peers, by whether they are there.", labels=["run", "standing"])

@@ -35,8 +35,8 @@ NormBase = _NormBase
 
 
 def writes_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written in place (`_version`). Autograd relies on it; torch has no public name for it.
-    Where it is missing, reading it raises an AttributeError."""
+    """How often the tensor was written in place (`_version`). Autograd relies on this count; torch has no public name
+    for it. In a torch without it, this raises an AttributeError."""
     return tensor._version
 
 
@@ -53,38 +53,38 @@ def scale_by_own_rules(optimizer: torch.optim.Optimizer, yes: bool) -> None:
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` whose inner workings subclasses reach by public names.
+    """A `torch.amp.GradScaler` that gives subclasses public names for its inner workings.
 
     torch keeps a record for each optimizer (`_per_optimizer_states`): its stage since the last `update`, and whether
-    its gradients overflowed (`_check_inf_per_device` looks). Where one of these is missing, its user here raises an
-    AttributeError.
+    its gradients overflowed (`_check_inf_per_device` looks). In a torch without one of these, the methods here that use
+    it raise an AttributeError.
     """
 
     def overflows_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """For each device of the optimizer's gradients, a tensor that is not 0 if they overflowed; empty before
-        anybody has looked."""
+        """For each device of the optimizer's gradients, a tensor that is not 0 if they overflowed. The list is empty
+        until `look_for_overflow` or `unscale_` has looked."""
         return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
     def all_overflows(self) -> list[torch.Tensor]:
-        """The same of all optimizers."""
+        """The tensors of `overflows_of` for all optimizers."""
         return [value for one in self._per_optimizer_states.values() for value in one["found_inf_per_device"].values()]
 
     def look_for_overflow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note whether the optimizer's gradients overflowed, and leave them as they are."""
+        """Record whether the optimizer's gradients overflowed, and leave them as they are."""
         self._check_inf_per_device(optimizer)
 
     def may_unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's gradients were not unscaled since the last `update`."""
+        """Whether the optimizer's gradients may be unscaled: nobody has done so since the last `update`."""
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY)
 
     def forget_overflows(self) -> None:
-        """Begin the records anew, as `update` does, and leave the scale as it is."""
+        """Reset the records, as `update` does, and leave the scale as it is."""
         for key in self._per_optimizer_states:
             self._per_optimizer_states[key] = _refresh_per_optimizer_state()
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        # torch calls it first wherever it needs the scale, which the first call of `scale` makes (2.6 to 2.13). Where
-        # it does not, the user gets torch's own assertion instead of this message.
+        # The first call of `scale` makes the scale. torch 2.6 to 2.13 calls this method before each use of the scale.
+        # In a torch that does not, the user gets torch's own assertion instead of this message.
         if self._scale is None:
             raise RuntimeError(
                 "the loss of these gradients was not scaled: call GradScaler.scale(loss) before backward"
@@ -100,8 +100,8 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 class StepCounted:
-    """Passes a scheduler's `_step_count` on, which Accelerate reads and writes. Where a scheduler has none, reading it
-    raises an AttributeError."""
+    """Passes on the `_step_count` of a scheduler, which Accelerate reads and writes. If a scheduler has none, reading
+    it raises an AttributeError."""
 
     scheduler: LRScheduler
 

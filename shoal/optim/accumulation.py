@@ -1,4 +1,4 @@
-"""What a peer does with gradients within an epoch."""
+"""Uses the gradients of a peer within an epoch: accumulates them, or makes local steps with them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 
 class Accumulation:
-    """What this peer does with gradients within an epoch: it accumulates them, or makes local updates with them.
+    """Accumulates this peer's gradients within an epoch, or makes local updates or inner steps with them.
 
     Args:
-        optimizer: the `Optimizer`, as a `GradScaler` knows it.
-        settings: of the optimizer.
-        run: whose epochs these are.
+        optimizer: the `shoal.Optimizer`, which a `GradScaler` takes.
+        settings: the settings of the optimizer.
+        run: this peer's part in the run.
         replica: makes the steps of local updates.
-        gradients: accumulates; None with local updates.
+        gradients: accumulates the gradients, or makes the inner steps; None with local updates.
 
     Attributes:
         gradients: as given.
-        drift: the gradients, if they are what inner steps have done.
+        drift: `gradients`, if they are a `Drift`; else None.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Accumulation:
         self.gradients = gradients
         self._own = gradients if isinstance(gradients, OwnRounds) else None
         self.drift = replica.drift = gradients if isinstance(gradients, Drift) else None
-        self._local_samples = 0.0  # with local updates
-        self._scaler: GradScaler | None = None  # of the gradients that are accumulated in `.grad`
-        self._warned = False  # that no parameter has a gradient
+        self._local_samples = 0.0  # the samples of this epoch, with local updates
+        self._scaler: GradScaler | None = None  # the scaler of the gradients that are accumulated in `.grad`
+        self._warned = False  # whether a warning has said that no parameter has a gradient
 
     @property
     def samples(self) -> float:
@@ -57,22 +57,22 @@ class Accumulation:
 
     @property
     def progress(self) -> float:
-        """What this peer has of the epoch, in what the target counts: inner steps, or samples."""
+        """This peer's progress in the epoch: inner steps if the target counts them, else samples."""
         return self.samples if self.drift is None else self.drift.progress
 
     @property
     def has_its_part(self) -> bool:
-        """Whether this peer has made its inner steps of the epoch, where they are counted."""
+        """Whether inner steps are counted and this peer has made its own of this epoch."""
         steps = None if self.drift is None else self.drift.steps_of_epoch
         return steps is not None and self.progress >= steps
 
     def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
-        """Use the parameters' `.grad`, the mean over `batch_size` samples. Where no parameter has one, the samples do
-        not count.
+        """Use the parameters' `.grad`, the mean over `batch_size` samples. If no parameter has a gradient, the samples
+        do not count.
 
         Raises:
-            ValueError: if a parameter that was frozen from the beginning has a gradient, or if gradients that are
-                accumulated in `.grad` were lost.
+            ValueError: if a parameter has a gradient that was frozen when the optimizer was made, if the model's
+                parameters were replaced, or if gradients that are accumulated in `.grad` were cleared.
         """
         replica = self._replica
         trained, frozen = replica.in_backward
@@ -81,7 +81,7 @@ class Accumulation:
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
             )
-        if not self.samples:  # once an epoch, before anything is computed with parameters that do not fit
+        if not self.samples:  # once an epoch, before any gradient of wrong parameters is used
             replica.placement.check()
         self._check_held()
         if all(grad is None for grad in map(grad_of, trained)):
@@ -98,7 +98,7 @@ class Accumulation:
         if grad_scaler is not None and not grad_scaler.admits(self._optimizer):
             log.info("the gradients overflowed (grad_scaler): they are not used")
             if self._reuse:
-                self.restart()  # what came before is in the same `.grad`
+                self.restart()  # the same `.grad` have the gradients of earlier steps
         elif self.gradients is None:
             replica.step_locally()
             self._local_samples += batch_size
@@ -117,18 +117,18 @@ class Accumulation:
             raise lost_gradient(self._replica.placement.name_of(self._replica.trained[index]))
 
     def go_on(self) -> None:
-        """What was closed is in a round in the background: accumulate for the next epoch."""
+        """Accumulate for the next epoch, while a round in the background averages this one."""
         if self.drift is not None:
             self.drift.go_on()
         else:
             self.restart()
 
     def apply(self, *, used: bool, is_accumulating: bool) -> None:
-        """The step that ends an epoch is made: have the model follow it.
+        """Set the model to the result of the step that ends an epoch.
 
         Args:
-            used: whether what this peer brought is in that step.
-            is_accumulating: whether the next epoch has begun already.
+            used: whether the average has this peer's contribution.
+            is_accumulating: whether this peer already accumulates for the next epoch.
         """
         if self.drift is not None:
             self._replica.placement.take_over()
@@ -139,7 +139,7 @@ class Accumulation:
             self.restart()
 
     def restart(self) -> None:
-        """Drop what was accumulated."""
+        """Drop all that this peer has accumulated."""
         self._local_samples = 0.0
         if self.gradients is not None:
             self.gradients.reset()
@@ -148,14 +148,14 @@ class Accumulation:
             self._scaler = None
 
     def close(self) -> float:
-        """Bring what was accumulated to the end of the epoch.
+        """Bring what this peer has accumulated to the round of the epoch.
 
         Returns:
-            The number of samples behind it: none if an element is not finite.
+            The number of samples behind it; 0 if an element is not finite.
 
         Raises:
-            Behind: if the others have ended the epoch, so that gradients with rounds of their own come too late.
-            ValueError: if gradients that are accumulated in `.grad` were lost.
+            Behind: if the others have ended the epoch, and gradients with rounds of their own come too late.
+            ValueError: if gradients that are accumulated in `.grad` were cleared.
         """
         if self.gradients is None:
             return self._local_samples
@@ -175,24 +175,24 @@ class Accumulation:
     # -- gradients with rounds of their own
 
     def enter(self) -> None:
-        """Join those who average gradients, before the run counts on this peer."""
+        """Join the peers that average gradients in rounds of their own, before the run counts on this peer."""
         if self._own is not None:
             self._own.enter(lambda: self._run.swarm.called or self._run.swarm.tip != self._replica.tip)
 
     def leave(self) -> None:
-        """Have nobody wait for this peer's gradients while it changes to another state."""
+        """Leave these peers, so that nobody waits for this peer's gradients while it changes to another state."""
         if self._own is not None:
             self._own.leave()
 
     def averager_state(self) -> dict[str, Any]:
-        """What the averager carries from one epoch to the next."""
+        """What the user's averager carries from one epoch to the next; {} without such an averager."""
         return {} if self._own is None else self._own.carried()
 
     def load_averager_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `averager_state` returned; from {} as if the averager had averaged nothing.
+        """Continue from what `averager_state` returned; with {}, as if the averager had averaged nothing.
 
         Raises:
-            ValueError: if it is another averager's.
+            ValueError: if it is the state of another averager.
         """
         try:
             if self._own is not None:
@@ -206,6 +206,6 @@ class Accumulation:
             ) from error
 
     def stop(self) -> None:
-        """Leave for good. Waiting for an average fails."""
+        """Leave for good. If a thread waits for an average, it gets an error."""
         if self._own is not None:
             self._own.stop()

@@ -1,4 +1,4 @@
-"""Gradients accumulated over the batches of one peer, and the vector of them that the peers of a run average."""
+"""Accumulates gradients over the batches of one peer, in the vector that the peers of a run average."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Accumulator:
 
     Args:
         parameters: the parameters whose `.grad` are accumulated.
-        memory: a tensor for each parameter in which its gradients are accumulated. None: in `.grad` itself, where
-            autograd sums them; then nobody may clear or replace a `.grad` between two batches.
-        keeps_mean: keep the mean over all samples in `memory`; otherwise the sum over the batches, each times its
-            samples per sample of the first batch.
+        memory: for each parameter, a tensor that accumulates its gradients. None: `.grad` itself accumulates them,
+            because autograd sums them there. Then nobody may clear or replace a `.grad` between two batches.
+        keeps_mean: keep the mean over all samples in `memory`. If False, keep a weighted sum of the batches' gradients;
+            the weight of a batch is its number of samples divided by that of the first batch.
 
     Attributes:
         parameters, memory: as given.
         samples: the number of accumulated samples.
         steps: the number of accumulated batches.
-        seen: the numbers of the parameters that got a gradient, if the mean is kept.
+        seen: with `keeps_mean`, the numbers of the parameters that got a gradient.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Accumulator:
         self.samples: float = 0
         self.steps = 0
         self.seen: set[int] = set()
-        self._first: float = 0  # samples of the first batch
+        self._first: float = 0  # the samples of the first batch
         self._held: list[torch.Tensor | None] = []  # the gradients that have to stay in `.grad`
 
     @torch.no_grad()
     def add(self, batch_size: float) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples. A missing gradient counts as zeros."""
-        is_first = not self.steps  # then nothing is left of what was there before
+        is_first = not self.steps  # the first batch overwrites `memory`
         self._first = batch_size if is_first else self._first
         self.samples += batch_size
         self.steps += 1
@@ -74,11 +74,12 @@ class Accumulator:
 
     @property
     def batches(self) -> float:
-        """How many times the first batch the sum holds; the number of steps where autograd sums."""
+        """The sum of the batches' weights: the samples divided by those of the first batch. If `.grad` accumulates, the
+        number of steps."""
         return self.steps if self.memory is None or not self._first else self.samples / self._first
 
     def reset(self) -> None:
-        """Start over: no gradients, no samples. Gradients that are accumulated in `.grad` may be cleared then."""
+        """Drop the gradients and the count of samples. After that, `.grad` may be cleared."""
         self._held = []
         self.seen.clear()
         self.samples, self.steps, self._first = 0, 0, 0
@@ -86,19 +87,21 @@ class Accumulator:
             foreach_zero_(self.memory)
 
     def lost(self) -> int | None:
-        """The number of a parameter whose accumulated `.grad` was cleared or replaced since the last `add`."""
+        """The number of a parameter whose accumulated `.grad` was cleared or replaced since the last `add`; None if
+        there is none."""
         for index, held in enumerate(self._held):
             now = self.parameters[index].grad
             if held is None or now is held:
                 continue
-            # Autograd makes a new sum if it has a graph of its own (create_graph=True), and of sparse and dense ones.
+            # Autograd itself makes a new tensor if the sum has a graph (create_graph=True), or if it adds sparse and
+            # dense gradients.
             if now is None or not (now.requires_grad or (held.is_sparse and not now.is_sparse)):
                 return index
         return None
 
 
 def lost_gradient(name: str) -> ValueError:
-    """The error that is raised where a gradient is `lost`, given the parameter's name."""
+    """Make the error for a gradient that is `lost`, given the parameter's name."""
     return ValueError(
         f"reuse_grad_buffers=True accumulates in .grad, and that of {name} was cleared or replaced between two steps "
         "of an epoch (model.zero_grad() does so, and frameworks call it): leave such calls out, or leave "
@@ -107,7 +110,7 @@ def lost_gradient(name: str) -> ValueError:
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The norm over all elements, summed in float64, so that machines that sum in another order agree to rounding."""
+    """The 2-norm over all elements, summed in float64, so that machines that sum in another order agree to rounding."""
     norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in tensors]
     return float(sum(norm**2 for norm in norms) ** 0.5)
 
@@ -121,8 +124,8 @@ def clip(
     """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
-        measured: the same elements in fewer tensors.
-        norm: measures them.
+        measured: the same elements in fewer tensors, whose norm is faster to compute.
+        norm: the function that computes the norm.
     """
     factor = max_norm / (norm(measured or gradients) + 1e-6)
     if factor < 1.0:
@@ -132,20 +135,20 @@ def clip(
 class EpochGradients(Vector):
     """The mean of this peer's gradients in an epoch, weighted by samples, and the average of all peers' gradients.
 
-    The vector that is averaged has one more tensor: for each parameter, whether it got a gradient. A parameter that got
-    none from any peer has no `.grad` in the step, as it would have in one process: neither momentum nor weight decay
-    moves it.
+    The vector that peers average has one more tensor of flags, which say for each parameter whether it got a gradient.
+    A parameter that got no gradient on any peer has no `.grad` in the step, as in training with one process: neither
+    momentum nor weight decay moves it.
 
     Args:
-        parameters: those that get gradients.
-        compression: how gradients travel; the flags always travel exactly.
-        apart: accumulate in memory of its own, so that the next epoch can begin while the mean of this one is averaged.
+        parameters: the parameters that get gradients.
+        compression: the codec of the gradients in a round. The flags are always sent exactly.
+        apart: accumulate in memory of its own, so that the next epoch can begin while peers average this one.
+        reuse: accumulate in the parameters' `.grad`. They hold the sum over the steps, and all steps have the same
+            weight, whatever their samples.
         error_feedback: see `Vector`.
-        reuse: accumulate in the parameters' `.grad`. They hold the sum over the steps, and each step counts alike,
-            whatever its samples.
 
     Attributes:
-        accumulator: of this peer's gradients.
+        accumulator: accumulates this peer's gradients.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class EpochGradients(Vector):
         reuse: bool = False,
         error_feedback: float | None = None,
     ) -> None:
-        self._warned = False  # that all gradients are zero
+        self._warned = False  # whether a warning has said that all gradients are zero
         devices = {parameter.device.type for parameter in parameters}
         flags = torch.zeros(len(parameters), dtype=torch.float32, device="cpu")
         layout = Layout.of([*parameters, flags]).on("cpu")
@@ -165,7 +168,7 @@ class EpochGradients(Vector):
         super().__init__(layout, codecs, pinned="cuda" in devices, error_feedback=error_feedback)
         *self._mean, self._used = self.inputs.views()
         *_, self._used_by_any = self.outputs.views()
-        # Gradients are accumulated beside the parameters. On the host, that memory may be the memory that is sent.
+        # Gradients accumulate on the parameters' devices. On the host, they may accumulate in the memory that is sent.
         in_place = devices == {"cpu"} and not apart
         memory = None if reuse else self._mean if in_place else FlatBuffer(Layout.of(parameters)).views()
         self.accumulator = Accumulator(parameters, memory, keeps_mean=True)
@@ -188,10 +191,11 @@ class EpochGradients(Vector):
 
     @torch.no_grad()
     def close(self, scale: float = 1.0) -> float:
-        """Bring what was accumulated, divided by `scale`, to the next round.
+        """Copy the mean of the accumulated gradients, divided by `scale`, for the next round. If an element is not
+        finite, drop them, and bring zeros instead.
 
         Returns:
-            The number of samples behind it: 0, with zeros in their place, if an element is not finite.
+            The number of samples behind the gradients; 0 if an element is not finite.
         """
         samples, accumulator = self.samples, self.accumulator
         if accumulator.memory is None:
@@ -218,7 +222,7 @@ class EpochGradients(Vector):
     def _take_from_grad(self, scale: float) -> None:
         accumulator, seen = self.accumulator, set[int]()
         for index, (mean, parameter) in enumerate(zip(self._mean, accumulator.parameters, strict=True)):
-            # A step with 0 samples may have left gradients in `.grad`, which do not count.
+            # Without steps, the gradients in `.grad` are from steps with 0 samples and do not count.
             if parameter.grad is not None and accumulator.steps:
                 seen.add(index)
                 mean.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
@@ -228,25 +232,27 @@ class EpochGradients(Vector):
         foreach_div_(self._mean, max(1, accumulator.steps) * scale)
 
     def vector(self, epoch: int) -> Vector:
-        """What the round that ends this epoch averages."""
+        """The vector that the round at the end of this epoch averages."""
         return self
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
-        """Nothing to do before the run's round, which averages what was closed and names the average."""
+        """Nothing to do: the run's round averages the gradients."""
         return b""
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
-        """Within, the `.grad` of `targets`, one for each parameter, are a copy of the average, which hooks and kernels
-        may change; peers that missed the round still ask for the average itself. Afterwards `.grad` are what they were.
+        """Within this context, the `.grad` of `targets` are a copy of the average. Afterwards they are what they were.
+
+        Hooks and kernels may change the copy. The average itself stays, for peers that have missed the round.
 
         Args:
-            max_norm: if the norm of the average over all parameters is larger, it is scaled down to that.
+            targets: one tensor for each parameter.
+            max_norm: scale the copy down to this norm over all parameters, if its norm is larger.
         """
         used = self._used_by_any.tolist()
         foreach_copy_(self.inputs.flat, self.outputs.flat)
         if max_norm is not None:
-            flags = self.layout.entries[-1]  # the flags end their buffer, and do not count
+            flags = self.layout.entries[-1]  # the flags are at the end of their buffer, and not part of the norm
             whole = enumerate(self.inputs.flat)
             clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
         given = zip(self._mean, targets, used, strict=True)
@@ -256,7 +262,7 @@ class EpochGradients(Vector):
 
 @contextlib.contextmanager
 def in_grad(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Within, the `.grad` of `targets` are these gradients; afterwards what they were."""
+    """Within this context, the `.grad` of `targets` are these gradients. Afterwards they are what they were."""
     before = [target.grad for target in targets]
     try:
         for target, gradient in zip(targets, gradients, strict=True):
@@ -268,5 +274,5 @@ def in_grad(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | 
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether an element is not zero. The first part of the tensor usually decides."""
+    """Whether any element is not zero. Usually the first part of the tensor has such an element."""
     return any(bool(part.any()) for part in torch.split(tensor.view(-1), 1 << 14))

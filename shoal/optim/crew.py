@@ -1,4 +1,4 @@
-"""How rank 0 of a cluster has all of its ranks do the same, each with its share of the state."""
+"""How rank 0 of a cluster makes all ranks do the same, each with its share of the state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from shoal.cluster.messages import Do
 
 
 class Crew:
-    """The other ranks, as rank 0 sees them in a call of all. At those ranks themselves there is nobody to tell.
+    """Tells the other ranks what to do, in a call of all ranks. Only rank 0 tells; at other ranks `tell` does nothing.
 
-    Each thing that is told is answered once, in order. Answers may be heard later, so nobody waits for those that have
-    nothing to say. Once rank 0 has finished, it tells nobody: the others do of their own accord what all do.
+    The others answer each message of `tell` once, in order. Rank 0 may `hear` the answers later, so it need not wait
+    for answers without content. After rank 0 has finished, it tells nothing. Then all ranks make the same calls, and
+    each does its part by itself.
 
     Args:
-        gang: the ties to them.
+        gang: the connections to the other ranks.
     """
 
     def __init__(self, gang: Gang) -> None:
@@ -30,21 +31,25 @@ class Crew:
         return self._gang.has_finished
 
     def tell(self, what: str, *given: Any) -> None:
-        """Have the others do that, too. Raises ClusterError."""
+        """Tell the others to do `what`, with the arguments `given`.
+
+        Raises:
+            ClusterError: if a rank is lost.
+        """
         if self._leads and self._gang.size > 1 and not self.has_finished:
             self._gang.say(Do(what, msgspec.msgpack.encode(given)))
             self._owed += 1
 
     def tell_quietly(self, what: str, *given: Any) -> None:
-        """As `tell`, of what has no answer: it goes with the next message, and what goes wrong ends the next call."""
+        """As `tell`, without an answer. It is sent with the next message, and an error in it ends the next call."""
         if self._leads and self._gang.size > 1:
             self._gang.say(Do(what, msgspec.msgpack.encode(given), is_quiet=True), at_once=False)
 
     def hear(self) -> list[Any]:
-        """The answers of the others to what they were told last, in their order; none at other ranks.
+        """Wait for all answers. Returns those to the last message, in the order of the ranks; none at other ranks.
 
         Raises:
-            ClusterError: if a rank is lost, or has raised an error in anything that it was told.
+            ClusterError: if a rank is lost, or if it has raised an error while it did what it was told.
         """
         answers: list[Any] = []
         failed = ""
@@ -54,15 +59,19 @@ class Crew:
             for rank, one in enumerate(done, 1):
                 failed = failed or (one.error and f"{self._gang.names[rank]} has raised {one.error}")
             answers = [None if one.error else msgspec.msgpack.decode(one.answer) for one in done]
-        self._gang.check()  # who has heard of a loss may have answered with nothing
+        self._gang.check()  # a rank that has heard of a lost one may have sent an empty answer
         if failed:
             raise ClusterError(failed)
         return answers
 
     def has_answered(self, over: Future[None]) -> bool:
-        """Wait until all have answered, at most until `over` is done; whether they have. Raises ClusterError."""
+        """Wait until all ranks have answered, at most until `over` is done. Returns whether they have.
+
+        Raises:
+            ClusterError: if a rank is lost.
+        """
         return self._gang.wait_for_answers(self._owed, over)
 
     def interrupted(self) -> Future[None]:
-        """At another rank: a future that is done when rank 0 says something new, or a rank is lost."""
+        """At another rank: a future that is done when rank 0 sends a new message, or when a rank is lost."""
         return self._gang.news()

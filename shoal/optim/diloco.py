@@ -1,4 +1,4 @@
-"""What users choose of DiLoCo: many inner steps on each peer, then one step of an outer optimizer for all."""
+"""The options of DiLoCo: many inner steps on each peer, then one step of an outer optimizer for all peers."""
 
 from __future__ import annotations
 
@@ -16,33 +16,40 @@ COUNT = "a whole number, at least 1"
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo:
-    """Train as DiLoCo does (Douillard et al. 2023, arXiv 2311.08105): every `Optimizer.step` steps the *inner*
-    optimizer on the model. When the epoch ends, the peers average how far their models have *drifted* from the
-    *anchor*, the state that they have in common, and the *outer* optimizer steps the anchor with that average. The
-    model goes on from there.
+    """Train as DiLoCo does: many inner steps on each peer, then one outer step for all peers.
+
+    Every `Optimizer.step` steps the *inner* optimizer on the model. The *anchor* is the state that all peers have in
+    common, and a peer's *drift* is the anchor minus its model. When the epoch ends, the peers average their drifts, and
+    the *outer* optimizer steps the anchor with the average as its gradient. The model continues from the new anchor.
 
     Give it as `Optimizer(outer=…)`, with either `inner_steps` here or `target_batch_size` there.
 
+    Source: Douillard et al. 2023, arXiv 2311.08105.
+
     Args:
-        inner_steps: the epoch ends when the peers have made so many inner steps each, on average. A peer that has made
-            its own waits for the others, at most for `matchmaking_time`, and goes on then. None: it ends at
-            `target_batch_size` samples of all peers, and nobody waits: fast peers bring more.
-        optimizer: of the anchor: one of `shoal.outer`, or a function that makes a torch optimizer from parameters.
-            With those of `shoal.outer`, the anchors of unlike machines are bit-identical; torch's own are compared
-            among machines of one kind only, and averaged where they differ.
-        fragments: average the model in so many parts, one in each epoch, in turn (Streaming DiLoCo, arXiv 2501.18512):
-            the largest round is smaller by that factor. Each part is averaged every `inner_steps` inner steps, so an
-            epoch has `inner_steps / fragments`, which must be whole. Parameters of one layer stay together, and layers
-            are dealt in turn. Or a list of lists of parameters, which has every trained parameter once.
-        overlap: how the round is hidden behind inner steps. None: `step` waits for it. "free": the average is applied
-            by the first `step` that finds it there. A number: it is applied after exactly so many inner steps more, for
-            which `step` waits if need be; less than an epoch has.
-        mix: how the result gets into the model, which has changed since its drift was taken: the share of the model as
-            it is, in 0.0 (it becomes the anchor) to 1.0 (it stays); or "keep": the anchor plus what has changed in the
-            model since.
+        inner_steps: the number of inner steps after which the epoch ends: so many for each peer, on average. A peer
+            that has made its own steps waits for the others, at most for `matchmaking_time`, and then continues. If
+            None, the epoch ends when all peers together have `target_batch_size` samples. Then no peer waits, and fast
+            peers bring more samples.
+        optimizer: the outer optimizer: one of `shoal.outer`, or a function that makes a torch optimizer from
+            parameters. By default `shoal.outer.Nesterov()`. With an optimizer of `shoal.outer`, the anchors are
+            bit-identical on unlike machines. With one of torch, like machines compare their anchors, and unlike
+            machines average theirs where they differ.
+        fragments: the number of parts into which the model is divided. Each epoch averages one of them, in turn, so the
+            largest round is smaller by this factor. Each part is averaged every `inner_steps` inner steps, so an epoch
+            has `inner_steps / fragments` of them, which must be a whole number. The parameters of a layer stay
+            together, and layers are dealt to the parts in turn. Instead of a number, you may give a list of lists of
+            parameters that has every trained parameter once. Source: Streaming DiLoCo, arXiv 2501.18512.
+        overlap: how inner steps hide the time of the round. None: `step` waits for the round. "free": the first `step`
+            that finds the average applies it. A number: the average is applied after exactly this many more inner
+            steps, and `step` waits if it is not there by then; needs `inner_steps`, and must be less than the inner
+            steps of an epoch.
+        mix: how the new anchor gets into a model that has changed since its drift was taken. A number is the model's
+            share of the mixture: with 0.0 the model becomes the anchor, with 1.0 it stays as it is. "keep": the model
+            becomes the anchor plus its changes since the drift was taken.
 
     Raises:
-        ValueError: for what makes no sense.
+        ValueError: if an argument makes no sense, alone or together with another.
     """
 
     inner_steps: int | None = None
@@ -85,7 +92,7 @@ class DiLoCo:
 
     @property
     def num_fragments(self) -> int:
-        """In how many parts the model is averaged."""
+        """The number of parts into which the model is divided."""
         return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
 
     @property
@@ -95,20 +102,20 @@ class DiLoCo:
 
     @property
     def delay(self) -> int:
-        """The inner steps between taking the drift and applying the average, where that is a number."""
+        """The number of inner steps between taking the drift and applying the average; 0 if `overlap` is no number."""
         return self.overlap if isinstance(self.overlap, int) else 0
 
     @property
     def is_in_background(self) -> bool:
-        """Whether the trainer goes on during a round."""
+        """Whether the trainer continues during a round."""
         return self.overlap == "free" or self.delay > 0
 
     def steps_before(self, epoch: int) -> int:
-        """The inner steps that a peer has made when that epoch begins, where they are counted."""
+        """The number of inner steps that a peer has made when `epoch` begins, if inner steps are counted."""
         return max(0, epoch * (self.steps_per_epoch or 0) - self.delay) if epoch else 0
 
     def term(self) -> str:
-        """What must be equal in a run, as text."""
+        """The options that must be equal in a run, as text."""
         parts = [f"inner_steps={self.inner_steps}", f"fragments={self.num_fragments}"]
         return term_of(f"DiLoCo({', '.join([*parts, f'overlap={self.overlap}', f'mix={self.mix}'])})")
 

@@ -1,8 +1,8 @@
-"""What each rank of a cluster saves of its own strands through `torch.distributed.checkpoint`, and reads again.
+"""Saves and loads the strands of each rank of a cluster through `torch.distributed.checkpoint`.
 
-The checkpoint names strands and parameters, and no ranks, so a cluster of any number of ranks reads it. It has every
-tensor that the optimizer keeps once it has made a step, so that what a new optimizer asks for is there; `Common` says
-which of them count.
+The checkpoint names strands and parameters, and no ranks, so a cluster of any number of ranks can load it. It has every
+tensor that the optimizer keeps after a step, even if there was no step yet. So a new optimizer finds each tensor that
+it asks for. `Common` says which tensors are real state.
 """
 
 from __future__ import annotations
@@ -26,45 +26,50 @@ NO_STRANDS = (
     "strand_state() is of ranks that carry strands: make the optimizer with cluster=shoal.Cluster(strands=8), or save "
     "state_dict() at rank 0"
 )
-OWN = KERNELS | {"params", "param_names"}  # options that are each rank's
+OWN = KERNELS | {"params", "param_names"}  # the options that each rank has for itself
 
 
 class StrandState:
-    """What this rank saves and loads of its strands, for `torch.distributed.checkpoint`, see `Optimizer.strand_state`.
+    """This rank's part of the state, which `torch.distributed.checkpoint` saves and loads. `Optimizer.strand_state`
+    makes it.
 
     Args:
-        give: returns the state; a call of all ranks.
-        take: continues from one; a call of all ranks, too.
+        give: returns the state. All ranks call it at once.
+        take: continues from a state. All ranks call it at once.
     """
 
     def __init__(self, give: Callable[[], dict[str, Any]], take: Callable[[dict[str, Any]], None]) -> None:
         self._give, self._take = give, take
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of this rank's part of the state, on the CPU; `torch.distributed.checkpoint` writes it, or reads the
-        saved one into it.
+        """A copy of this rank's part of the state, on the CPU. `torch.distributed.checkpoint` writes it, or reads the
+        saved state into it.
 
         Raises:
-            ValueError: if the optimizer has made no step, and none of its class can be made to see what it will keep.
+            ValueError: if the optimizer keeps something that is not plain data; or if it has made no step, and Shoal
+                can't make another optimizer of its class, to see which tensors it keeps.
         """
         return self._give()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `torch.distributed.checkpoint` has read.
+        """Continue from a state that `torch.distributed.checkpoint` has read.
+
+        Args:
+            state_dict: this rank's part of the state.
 
         Raises:
-            ValueError: if it does not fit; then nothing has changed.
+            ValueError: if it does not fit. Then nothing has changed.
         """
         self._take(state_dict)
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """Of an optimizer, what is not in tensors.
+    """The part of an optimizer's state that is not tensors.
 
     Attributes:
         groups: the options of each parameter group.
-        statistics: which tensors count: (parameter, name).
-        values: what else it keeps: (parameter, name, value).
+        statistics: which tensors are real state: (parameter, name).
+        values: everything else in the state: (parameter, name, value).
     """
 
     groups: list[dict[str, Any]]
@@ -73,16 +78,16 @@ class Rest(msgspec.Struct, frozen=True):
 
 
 class Common(msgspec.Struct, frozen=True):
-    """What all ranks have alike, as rank 0 has it.
+    """The part of the state that is the same at all ranks. Rank 0 makes it.
 
     Attributes:
         epoch, names: see `Replica.take_names`.
-        parameters: of the model: shape and dtype of each.
-        extras: how many extra tensors there are.
-        scheduler: its state; None without one.
-        stepped: of the optimizer that steps the pieces, or their anchors.
-        inner: with an outer optimizer, of the other one.
-        samples, steps: with an outer optimizer, behind the drift.
+        parameters: shape and dtype of each parameter of the model.
+        extras: the number of extra tensors.
+        scheduler: the state of the scheduler; None without one.
+        stepped: the rest of the optimizer that steps the pieces, or their anchors.
+        inner: with an outer optimizer, the rest of the inner optimizer.
+        samples, steps: with an outer optimizer, the samples and inner steps behind the drift.
     """
 
     epoch: int
@@ -100,13 +105,13 @@ _decode = msgspec.msgpack.Decoder(Common).decode
 
 
 class StrandCheckpoint:
-    """What a rank saves and loads of its strands. At rank 0, all ranks do so at once.
+    """Saves and loads the strands of a rank. A call at rank 0 makes all ranks do so.
 
     Args:
-        replica: has the strands.
+        replica: the state of this rank's strands.
 
     Attributes:
-        own: at another rank, what it saves, or what it has loaded.
+        own: at other ranks, the state that this rank saves, or that it has loaded.
     """
 
     def __init__(self, replica: StrandReplica) -> None:
@@ -135,17 +140,17 @@ class StrandCheckpoint:
     # -- saved
 
     def give(self) -> dict[str, Any]:
-        """At rank 0: what it saves, when all ranks do.
+        """At rank 0: make all ranks prepare the state that they save, and return that of rank 0.
 
         Raises:
-            ValueError: see `kept_tensors`; and if the optimizer keeps what is no plain data.
+            ValueError: as `kept_tensors`, or if the optimizer keeps something that is not plain data.
         """
         common = msgspec.msgpack.encode(self._common())
         self._replica.crew.tell("give strands", common)
         return self._give_here(common)
 
     def give_here(self, common: bytes) -> None:
-        """At another rank: have `own` be what it saves."""
+        """At another rank: set `own` to the state that it saves."""
         self.own = self._give_here(common)
 
     def _give_here(self, common: bytes) -> dict[str, Any]:
@@ -167,17 +172,17 @@ class StrandCheckpoint:
     # -- loaded
 
     def check(self, state: dict[str, Any]) -> None:
-        """Look, at rank 0, whether all ranks can take what they have loaded.
+        """At rank 0: check that all ranks can continue from what they have loaded.
 
         Raises:
-            ValueError: if one can't.
+            ValueError: if a rank can't.
         """
         self._replica.crew.tell("check strands")
         for reason in filter(None, [self._misfit(state), *self._replica.crew.hear()]):
             raise ValueError(reason)
 
     def check_here(self) -> str:
-        """At another rank: why it can't take that; "" if it can."""
+        """At another rank: the reason why it can't continue from `own`; "" if it can."""
         return self._misfit(self.own)
 
     def _misfit(self, state: dict[str, Any]) -> str:
@@ -212,7 +217,7 @@ class StrandCheckpoint:
             tensors_in(state.get("inner", {}), common.inner)
 
     def take(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint of which each rank has loaded its part, at rank 0, after `check`."""
+        """At rank 0, after `check`: make all ranks continue from what they have loaded."""
         self._replica.crew.tell("take strands")
         self._take_here(state)
         self._replica.state_digest = self._replica.digest()
@@ -235,7 +240,7 @@ class StrandCheckpoint:
             for number, tensor in enumerate([] if self._strands.rank else replica.extra_tensors):
                 tensor.copy_(state["extra tensors"][str(number)])
             if drift is not None and common.inner is not None:
-                self._strands.gather_parameters()  # the model is the user's to load
+                self._strands.gather_parameters()  # the user loads the model itself
                 _load(drift.inner, state["inner"], common.inner)
                 if drift.schedule is not None:
                     drift.schedule.rewind()
@@ -247,16 +252,20 @@ class StrandCheckpoint:
 
 
 def _key_of_common(strands: int) -> str:
-    """Under which `Common` is saved. A checkpoint of another number of strands has no such key, which is what torch
-    tells its user."""
+    """The key under which `Common` is saved. A checkpoint of another number of strands has no such key, and torch tells
+    the user so."""
     return f"cut into {strands} strands"
 
 
 def rest_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Rest:
-    """What the optimizer has besides tensors, given one tensor that it steps for each parameter of the model.
+    """The part of the optimizer's state that is not tensors.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: for each parameter of the model, one tensor that the optimizer steps.
 
     Raises:
-        ValueError: if that is no plain data.
+        ValueError: if the optimizer keeps something that is not plain data.
     """
     kept = [
         (number, name, value)
@@ -274,7 +283,7 @@ def rest_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> R
 
 
 def options_of(rest: Rest, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of `rest` in the types that the optimizer has.
+    """The options of `rest`, converted to the types of the optimizer's own options.
 
     Raises:
         ValueError: if they do not fit.
@@ -291,10 +300,15 @@ def options_of(rest: Rest, optimizer: torch.optim.Optimizer) -> list[dict[str, A
 def kept_tensors(
     optimizer: torch.optim.Optimizer, copied: Callable[[Tensor], Tensor]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """A copy of each tensor that the optimizer keeps of each parameter; of those without any, what it will keep.
+    """A copy of each tensor that the optimizer keeps of each parameter. For parameters without state, the tensors that
+    it would keep after a first step.
+
+    Args:
+        optimizer: the optimizer.
+        copied: copies a tensor.
 
     Raises:
-        ValueError: if it can't be seen what it will keep.
+        ValueError: if the optimizer has made no step, and no other one of its class can be made.
     """
     kept = {p: held for p, held in optimizer.state.items() if isinstance(p, Tensor) and held}
     missing = [
@@ -309,8 +323,8 @@ def kept_tensors(
 
 
 def _of_first_step(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """What the optimizer would keep of these parameters after a step with no gradient: another one of its class makes
-    that step, of zeros."""
+    """The state that the optimizer would keep of these parameters after a first step. Another optimizer of the same
+    class makes this step, with zeros as parameters and gradients."""
     if not groups:
         return {}
     kind = type(optimizer)
@@ -331,14 +345,14 @@ def _of_first_step(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, 
         made.step()
     except Exception as error:
         raise ValueError(
-            f"the optimizer has made no step, and it can't be seen what it will keep, since no other {kind.__name__} "
-            f"can be made ({error}): make a step before, or save and load state_dict()"
+            f"the optimizer has made no step, so it is not known which tensors it keeps, and no other {kind.__name__} "
+            f"can be made to find out ({error}): make a step before, or save and load state_dict()"
         ) from error
     return {parameter: made.state.get(each, {}) for parameter, each in zip(own, copies, strict=True)}
 
 
 def by_name(tensors: Mapping[Tensor, Mapping[str, Tensor]], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """The same under their names and the numbers of the parameters."""
+    """The tensors of these parameters, by name and by the parameter's number as text."""
     found: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         for name, value in sorted(tensors.get(parameter, {}).items()):
@@ -347,14 +361,14 @@ def by_name(tensors: Mapping[Tensor, Mapping[str, Tensor]], parameters: Sequence
 
 
 def common_in(state: Mapping[str, Any], strands: int) -> Common:
-    """What all ranks have alike, of a loaded state.
+    """The `Common` in a loaded state.
 
     Raises:
-        ValueError: if it is of another number of strands, or nothing of the kind.
+        ValueError: if the state has another number of strands, or is no such state.
     """
     key = _key_of_common(strands)
     if key not in state:
-        raise ValueError(f"the state is not {key}: all that load a checkpoint have as many strands as who saved it")
+        raise ValueError(f"the state is not {key}: load a checkpoint with as many strands as it was saved with")
     try:
         return _decode(state[key])
     except (msgspec.MsgspecError, TypeError) as error:
@@ -362,10 +376,10 @@ def common_in(state: Mapping[str, Any], strands: int) -> Common:
 
 
 def tensors_in(saved: Mapping[str, Any], rest: Rest) -> list[Tensor]:
-    """Those tensors that count, in the order of `rest`.
+    """The tensors that are real state, in the order of `rest`.
 
     Raises:
-        ValueError: if one is not there.
+        ValueError: if one is missing.
     """
     try:
         return [saved[name][str(number)] for number, name in rest.statistics]
@@ -374,7 +388,7 @@ def tensors_in(saved: Mapping[str, Any], rest: Rest) -> list[Tensor]:
 
 
 def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rest: Rest) -> None:
-    """Load the state of an optimizer of the model's own parameters."""
+    """Load the state of an optimizer that steps the model's own parameters."""
     groups = optimizer.state_dict()["param_groups"]
     for group, options in zip(groups, options_of(rest, optimizer), strict=True):
         group.update(options)
@@ -396,5 +410,5 @@ def _is_like(value: Any, mine: Tensor) -> bool:
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    """A copy of it there."""
+    """A copy of the tensor on the CPU."""
     return tensor.detach().to("cpu", copy=True)

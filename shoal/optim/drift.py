@@ -1,4 +1,4 @@
-"""How far inner steps have moved a peer's model from the anchor, and how the model follows the anchor's steps."""
+"""The drift of a peer's model: how far inner steps have moved it from the anchor, and how it follows the anchor."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class InnerSchedule:
-    """A scheduler of the inner optimizer, at a position that follows from the run's progress and not from what this
-    peer itself has done: so a newcomer's learning rate is that of the others.
+    """A scheduler of the inner optimizer. Its position follows from the run's progress and not from this peer's own
+    steps, so a newcomer has the same learning rate as the others.
 
     Args:
-        scheduler: at its beginning.
+        scheduler: a scheduler that has not been stepped yet.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -40,46 +40,50 @@ class InnerSchedule:
         self._rates = [group["lr"] for group in scheduler.optimizer.param_groups]
 
     def rewind(self) -> None:
-        """Go back to the beginning. Many schedulers multiply the present rate: it has to be the one that they made."""
+        """Go back to the beginning. The learning rates go back, too, because many schedulers multiply the present
+        rate."""
         self.scheduler.load_state_dict(copy.deepcopy(self._begin))
         for group, rate in zip(self.scheduler.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self._at = 0
 
     def follow(self, position: int) -> None:
-        """Step the scheduler until it has made that many steps; where it has made more, from its beginning."""
+        """Step the scheduler until it has made `position` steps. If it has made more, start from its beginning."""
         if position < self._at:
             self.rewind()
         if position > self._at:
-            mark_as_stepped(self.scheduler.optimizer)  # by other peers, if not here
+            mark_as_stepped(self.scheduler.optimizer)  # other peers may have made these steps
         for _ in range(position - self._at):
             self.scheduler.step()
         self._at = position
 
 
 class Drift:
-    """What this peer brings to the rounds of a run with an outer optimizer: in place of gradients, the anchor minus the
-    model. Nothing of it is lost when a round fails, for the model stays where it is.
+    """What this peer brings to the rounds of a run with an outer optimizer. Instead of gradients it is the drift, which
+    is the anchor minus the model. Nothing is lost when a round fails, because the model stays where it is.
 
-    The trainer's thread calls everything but `as_grad` and `use_local`, which belong to the step of the anchor.
+    The trainer's thread calls all methods, except `as_grad` and `use_local`, which belong to the step of the anchor.
+
+    "To take the drift" means to compute it into the memory that the round reads. A fragment is a part of the model that
+    rounds average in its turn. Parameters have numbers: their places in `model`.
 
     Args:
-        choice: what the user has chosen.
+        choice: the user's options.
         inner: the optimizer of the model's parameters.
-        scheduler: of the inner optimizer, or None.
+        scheduler: a scheduler of the inner optimizer, or None.
         model: the trained parameters of the model.
-        anchors: the anchor of each: on the host, float32 for what is less exact.
+        anchors: the anchor of each parameter, on the host; in float32 if the parameter's dtype is less exact.
         outer: the optimizer of the anchors.
-        compression: how drifts travel.
+        compression: the codec of drifts in a round.
         error_feedback: see `Vector`.
-        on_host: with an inner optimizer on the host, what it steps in place of the model.
-        turns: for each fragment, the numbers of the parameters in each of its vectors; by default the fragments of
+        on_host: if the inner optimizer is on the host, the parameters that it steps in place of the model's.
+        turns: for each fragment, the numbers of the parameters in each of its vectors. By default the fragments of
             `choice`, each in one vector.
 
     Attributes:
-        fragments: the numbers of the parameters that are averaged together, for each vector.
-        samples, steps: behind the inner steps since the drift was last taken.
-        is_exact: whether the outer optimizer's bits are the same on every machine.
+        fragments: for each vector, the numbers of its parameters.
+        samples, steps: the samples and inner steps since the drift was last taken.
+        is_exact: whether the outer optimizer makes the same bits on every machine.
     """
 
     def __init__(
@@ -111,33 +115,33 @@ class Drift:
             codecs = plan_codecs(compression, layout, TensorRole.GRADIENT)
             self.vectors.append(Vector(layout, codecs, pinned=pinned, error_feedback=error_feedback))
         self._on_host = list(on_host)
-        self._is_stale = True  # what is on the host
+        self._is_stale = True  # whether the parameters in `_on_host` are older than the model's
         self._written: list[tuple[int, int]] = []  # where the model's parameters are, and how often they were written
-        self._is_apart = False  # whether the model may be elsewhere than at the anchors without inner steps
+        self._is_apart = False  # whether the model may differ from the anchors even without new inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
         self._epoch = 0
         self._closed = self._turns[0]  # the numbers of the vectors into which the drift was taken last
-        self._taken: dict[int, Tensor] = {}  # the fragment's model then, on the host, if it is to be kept
-        self._before: list[Tensor] | None = None  # the anchors that the model still is at, if they have gone on
+        self._taken: dict[int, Tensor] = {}  # the model at that time, on the host, if `mix="keep"` needs it
+        self._before: list[Tensor] | None = None  # the old anchors, if the model has not followed the new ones yet
 
     # -- inner steps
 
     @property
     def steps_of_epoch(self) -> int | None:
-        """The inner steps that this peer is to make in this epoch; None where samples are counted."""
+        """The number of inner steps that this peer makes in this epoch; None if samples are counted."""
         of_epoch = self.choice.steps_per_epoch
         return None if of_epoch is None else of_epoch - (0 if self._epoch else self.choice.delay)
 
     @property
     def progress(self) -> float:
-        """What this peer has of the epoch: steps where they are counted, else samples."""
+        """This peer's progress in the epoch: inner steps if they are counted, else samples."""
         return self.samples if self.choice.inner_steps is None else float(self.steps)
 
     @property
     def has_moved(self) -> bool:
-        """Whether the model may have moved by what no round has taken: by inner steps, in fragments that had no turn
-        since, or by the share of the last drift that has stayed."""
+        """Whether the model may have a drift that no round has averaged: from inner steps, from fragments that had no
+        turn since, or from the share of the last drift that `mix` has left."""
         return self._is_apart or self.steps + self._in_flight[1] > 0
 
     def accumulate(self, batch_size: float) -> None:
@@ -147,7 +151,7 @@ class Drift:
         if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
             pick_kernels(self.inner)
         self.inner.step()
-        for model, host in zip(self._model, self._on_host, strict=False):  # or none
+        for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
             model.copy_(host)
         self._written = self._writes()
         self.samples += batch_size
@@ -155,7 +159,7 @@ class Drift:
         self._follow()
 
     def _take_to_host(self) -> None:
-        is_stale = self._is_stale or self._writes() != self._written  # the user has loaded weights
+        is_stale = self._is_stale or self._writes() != self._written  # the user may have loaded weights
         for host, model in zip(self._on_host, self._model, strict=True):
             if is_stale:
                 host.copy_(model)
@@ -166,7 +170,7 @@ class Drift:
         return [(model.data_ptr(), writes_of(model)) for model in self._model] if self._on_host else []
 
     def begin(self, epoch: int) -> None:
-        """What is made from now on belongs to that epoch."""
+        """The next inner steps belong to `epoch`."""
         self._epoch = epoch
         self._follow()
 
@@ -180,16 +184,16 @@ class Drift:
     # -- the way into a round
 
     def vector(self, epoch: int) -> Vector:
-        """What the round that ends this epoch averages."""
+        """The vector that the round at the end of this epoch averages."""
         (place,) = self._turns[epoch % len(self._turns)]
         return self.vectors[place]
 
     def close(self, scale: float = 1.0) -> float:
-        """Take the drift of this epoch's fragment for its round.
+        """Take the drift of this epoch's fragment for its round. If the drift is not finite, take zeros instead, and
+        set the model to the anchor.
 
         Returns:
-            The number of samples behind it: 0, with zeros in its place, if the model is not finite any more; then it
-            goes back to the anchor.
+            The number of samples behind the drift; 0 if it is not finite.
         """
         if not self.take():
             self.go_back()
@@ -197,7 +201,7 @@ class Drift:
 
     @torch.no_grad()
     def take(self) -> bool:
-        """Take the drift of this epoch's fragment; whether it is finite."""
+        """Take the drift of this epoch's fragment. Returns whether it is finite."""
         self._closed = self._turns[self._epoch % len(self._turns)]
         for place in self._closed:
             for drift, number in zip(self.vectors[place].inputs.views(), self.fragments[place], strict=True):
@@ -211,8 +215,8 @@ class Drift:
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """The model is not finite any more: take zeros, and set it to the anchor. An inner optimizer whose state is not
-        finite either begins anew, for it would make the next model so, too."""
+        """Take zeros as the drift, and set the model to the anchor, because the model is not finite. If the inner
+        optimizer's state is not finite either, drop it, because it would spoil the model again."""
         for place in self._closed:
             for flat in self.vectors[place].inputs.flat:
                 flat.zero_()
@@ -225,29 +229,29 @@ class Drift:
 
     @property
     def _numbers(self) -> list[int]:
-        """Of the parameters whose drift was taken last."""
+        """The numbers of the parameters whose drift was taken last."""
         return [number for place in self._closed for number in self.fragments[place]]
 
     def go_on(self) -> None:
-        """What was taken is in a round now, and the next inner steps belong to the next epoch."""
+        """The taken drift is in a round now, and the next inner steps belong to the next epoch."""
         self._in_flight, self.samples, self.steps = self._brought, 0.0, 0
 
     def take_back(self) -> None:
-        """What was taken was in no round: it counts for the next one."""
+        """The taken drift was in no round: its samples and steps count for the next round."""
         self.samples, self.steps = self.samples + self._in_flight[0], self.steps + self._in_flight[1]
         self._in_flight = 0.0, 0
 
     def reset(self) -> None:
-        """Drop what the model has moved: `publish` sets it to the anchor."""
+        """Drop the drift: the next `publish` sets the model to the anchor."""
         self._is_stale, self._is_apart = True, False
         self._in_flight, self.samples, self.steps, self._before = (0.0, 0), 0.0, 0, None
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
-        """Nothing to do before the run's round, which averages what was closed and names the average."""
+        """Nothing to do: the run's round averages the drift."""
         return b""
 
     def use_local(self) -> None:
-        """Take this peer's own drift as the average: there was no round."""
+        """Use this peer's own drift as the average, because there was no round."""
         for place in self._closed:
             self.vectors[place].use_local()
 
@@ -255,11 +259,12 @@ class Drift:
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[None]:
-        """Within, the `.grad` of the anchors (`targets`) in this fragment are a copy of the average drift, and those of
-        the others None; afterwards what they were.
+        """Within this context, the `.grad` of the anchors in this fragment are a copy of the average drift, and those
+        of the other anchors are None. Afterwards all `.grad` are what they were.
 
         Args:
-            max_norm: if the norm of the average is larger, it is scaled down to that.
+            targets: the anchors.
+            max_norm: scale the average down to this norm if it is larger.
         """
         gradients: list[Tensor | None] = [None] * len(targets)
         for place in self._closed:
@@ -272,17 +277,18 @@ class Drift:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """The anchors are about to go on without this peer's drift, which is to stay what it is."""
-        if self._before is None and (self.has_moved or self.choice.is_in_background):  # then it may move meanwhile
+        """Remember the anchors, because they are about to change without this peer's drift, which `publish` keeps."""
+        # In the background modes, the model may move until `publish`.
+        if self._before is None and (self.has_moved or self.choice.is_in_background):
             self._before = [anchor.detach().clone() for anchor in self._anchors]
 
     def forget(self) -> None:
-        """The anchors have not gone on."""
+        """Forget the remembered anchors, because the anchors did not change."""
         self._before = None
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Have the model follow the anchors. What it has moved from those that were remembered stays."""
+        """Set the model to the anchors. If old anchors were remembered, add the drift from these."""
         before, self._before, self._is_stale = self._before, None, True
         self._is_apart &= before is not None
         for number, (model, anchor) in enumerate(zip(self._model, self._anchors, strict=True)):
@@ -294,10 +300,10 @@ class Drift:
 
     @torch.no_grad()
     def apply(self, *, used: bool) -> None:
-        """The anchors have made the step of an epoch: have the model go on from there.
+        """Let the model continue from the anchors after their step.
 
         Args:
-            used: whether this peer's drift is in that step.
+            used: whether the average of that step has this peer's drift.
         """
         if not used:
             self.take_back()
@@ -323,7 +329,7 @@ class Drift:
     # -- saved and loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """The anchors, and what the model's drift from them is made of."""
+        """The anchors, the samples and steps behind the drift, and the residuals of `error_feedback`."""
         return {
             "anchor": [anchor.detach().clone() for anchor in self._anchors],
             "samples": self.samples + self._in_flight[0],
@@ -333,7 +339,7 @@ class Drift:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned; the model's parameters are loaded already."""
+        """Continue from what `state_dict` returned. Load the model's parameters before."""
         self.reset()
         for anchor, saved in zip(self._anchors, state["anchor"], strict=True):
             anchor.copy_(saved)
@@ -358,12 +364,16 @@ def _has_finite_values(state: Any) -> bool:
 
 
 def as_model_has(anchor: Tensor, model: Tensor) -> Tensor:
-    """The anchor with what the model's dtype leaves of it."""
+    """The anchor, rounded to the model's dtype, in the anchor's dtype."""
     return anchor if model.dtype == anchor.dtype else anchor.to(model.dtype).to(anchor.dtype)
 
 
 def fragments_of(given: int | Sequence[Sequence[Tensor]], model: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of the parameters in each fragment: with a number of fragments, the layers are dealt in turn.
+    """The numbers of the parameters in each fragment.
+
+    Args:
+        given: the number of fragments, to which the layers are dealt in turn; or a list of parameters for each.
+        model: the trained parameters of the model.
 
     Raises:
         ValueError: if there are fewer layers than fragments, or if the lists do not have every parameter once.
@@ -388,8 +398,8 @@ def fragments_of(given: int | Sequence[Sequence[Tensor]], model: Sequence[Tensor
 
 
 def layers_of(model: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of the parameters of each layer, in their order. A parameter that two modules hold (tied weights)
-    makes one layer of both: the modules of a process have no order on which peers could agree."""
+    """The numbers of the parameters of each layer, in order. If two modules hold the same parameter (tied weights),
+    they count as one layer, because the modules of a process have no order on which peers could agree."""
     held: dict[int, set[int]] = {}
     for holder in holders_of(model):
         held.setdefault(id(holder.module), set()).add(holder.index)

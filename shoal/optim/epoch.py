@@ -1,4 +1,5 @@
-"""One peer's way from epoch to epoch: it accumulates, ends the epoch with the others, and catches up if it is late."""
+"""Takes one peer from epoch to epoch: the peer accumulates, ends the epoch with the others, and catches up if it is
+late."""
 
 from __future__ import annotations
 
@@ -36,11 +37,12 @@ from shoal.transfer.transfer import Downloaded, DownloadFailed, NothingWanted
 
 log = logging.getLogger(__name__)
 
-APPLY_SECONDS = 5.0  # that a newcomer waits for a commit that this peer has not applied yet
+APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has not applied yet
 
 
 class EpochState(Enum):
-    """What a peer does about the end of an epoch. The trainer's thread makes every transition, within its calls.
+    """The state of a peer with respect to the end of an epoch. The trainer's thread makes every transition, within its
+    calls.
 
     A round or a download that the trainer waits for begins and ends within one call, in ACCUMULATING.
     """
@@ -53,10 +55,10 @@ class EpochState(Enum):
     To CLOSED: the optimizer is shut down. (From every state.)
     """
     AVERAGING = auto()
-    """The background thread averages, while this peer accumulates for an epoch that has no name yet.
+    """The background thread averages, while this peer accumulates for the next epoch, whose tip is not known yet.
 
-    To STEPPING: the average is there, which names the next epoch.
-    To FAILED: there was no average, or an error was raised.
+    To STEPPING: the average is there, and with it the tip of the next epoch.
+    To FAILED: there was no average, or the thread raised an error.
     To ACCUMULATING: other peers have ended the epoch, so this peer downloads their state.
     """
     STEPPING = auto()
@@ -66,7 +68,7 @@ class EpochState(Enum):
     To FAILED: the step raised an error.
     """
     FAILED = auto()
-    """The end of the epoch in the background has failed. What this peer brought to it is kept.
+    """The end of the epoch in the background has failed. This peer keeps what it brought to the round.
 
     To AVERAGING: the next call of `step` tries again.
     To ACCUMULATING: another state is downloaded or loaded.
@@ -80,8 +82,8 @@ class _Ending:
     """The end of an epoch in the background.
 
     Attributes:
-        tip: the tip after it, once that is known.
-        result: the result, once the thread is done.
+        tip: a future of the tip of the next epoch.
+        result: a future of the result; it is done when the thread is done.
     """
 
     tip: Future[Tip]
@@ -89,15 +91,15 @@ class _Ending:
 
 
 class Epoch:
-    """A peer's epoch, from the first batch to the step that ends it, again and again.
+    """Each epoch of a peer, from the first batch to the step that ends it.
 
-    All methods are called in the trainer's thread; `donor`, `take_snapshot` and `priority` on the reactor.
+    The trainer's thread calls all methods, except that the reactor calls `donor`, `take_snapshot` and `priority`.
 
     Args:
-        settings: of the optimizer.
+        settings: the settings of the optimizer.
         run: this peer's part in the run.
         replica: this peer's state.
-        accumulation: what this peer has for the present epoch.
+        accumulation: what this peer has accumulated in the present epoch.
         tracker: counts the samples of all peers.
         tell: called with each event.
 
@@ -119,25 +121,25 @@ class Epoch:
         self._accumulation, self._tracker, self._tell = accumulation, tracker, tell
         self._gradients, self._drift = accumulation.gradients, accumulation.drift
         self._round = EpochRound(settings, run, replica, accumulation.gradients)
-        # While a round is called during a step, the next epoch may begin with that step's samples. (Reused gradients
-        # have them in this epoch's sum already.)
+        # If the round was called during a step, that step's samples may begin the next epoch. So the epoch ends before
+        # they are added. (Reused gradients have them in this epoch's sum already.)
         self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
         self._averages_in_background = settings.averages_in_background
         self.state = EpochState.ACCUMULATING
-        self._ending: _Ending | None = None  # in AVERAGING and STEPPING; in CLOSED, what took longer than `close`
-        self._brought = 0.0  # samples that this peer brought to it
+        self._ending: _Ending | None = None  # in AVERAGING and STEPPING; in CLOSED, if it took longer than `close`
+        self._brought = 0.0  # samples that this peer brought to that end of an epoch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
-        self.applied = self._counted_from = replica.tip  # the latter begins the epoch of what is accumulated
-        self._downloads = 0  # since the last epoch that this peer ended together with others
-        self._made_with: frozenset[bytes] = frozenset()  # the peers with which, or from which, it has its state
+        self.applied = self._counted_from = replica.tip  # the second one begins the epoch for which it accumulates
+        self._downloads = 0  # downloads since the last epoch that this peer ended together with others
+        self._made_with: frozenset[bytes] = frozenset()  # the peers that made its state with it, or sent it the state
         self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
         self._step_seconds = 0.0  # of the last step
-        self._waited_at: Tip | None = None  # where this peer has waited for others to make their inner steps
-        self._told_pin = 0  # the last pin of which was said that nobody has its state
+        self._waited_at: Tip | None = None  # the tip at which this peer has waited for the inner steps of others
+        self._told_pin = 0  # the last pin for which a warning has said that nobody has its state
 
     @property
     def machine(self) -> str:
-        """Names everything on which the bits of this peer's step depend."""
+        """A name for everything on which the bits of this peer's step depend."""
         return self._round.machine.name
 
     @property
@@ -157,7 +159,7 @@ class Epoch:
 
     @property
     def is_behind(self) -> bool:
-        """Whether others hold a state that outranks this peer's, and that no end of an epoch here will lead to."""
+        """Whether others hold a state that outranks this peer's, and this peer is not about to reach it by itself."""
         behind = self._run.swarm.behind
         return behind is not None and not self.is_busy and behind.outranks(self._replica.tip)
 
@@ -175,26 +177,26 @@ class Epoch:
             log.info("the run has begun: the first step downloads the state")
 
     def advance(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
-        """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if that is due. Where
-        others are past it, download their state instead. Raises as `Optimizer.step`."""
+        """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if its round is due. If
+        others have ended the epoch without this peer, download their state instead. Raises as `Optimizer.step`."""
         self._forks.look(self._made_with)
         if not self._follow_pin():
             return
         if self.is_behind:
             if self._drift is not None and self._drift.has_moved and batch_size:
-                self._accumulation.add(batch_size, grad_scaler)  # which stays, as what came before
+                self._accumulation.add(batch_size, grad_scaler)  # the drift outlasts the download
             self._synchronise()
         elif batch_size:
             computed_at, accumulation = self.applied, self._accumulation
             if self._ends_before_adding and accumulation.samples and not self.is_busy and not self._has_failed:
                 self._end_if_due()
-            if self.applied == computed_at:  # not if another state was downloaded meanwhile
+            if self.applied == computed_at:  # otherwise another state was downloaded meanwhile
                 accumulation.add(batch_size, grad_scaler)
         self._count()
 
     def assist(self) -> None:
-        """Lend a hand in the next round, if one is called within `matchmaking_time`: the step of a peer that trains
-        nothing and holds no state.
+        """Make the step of an auxiliary peer, which trains nothing and holds no state. It helps in the next round, if
+        one is called within `matchmaking_time`.
 
         Raises:
             Rejected: if the run has other terms.
@@ -220,7 +222,7 @@ class Epoch:
     # -- the end of an epoch
 
     def _count(self) -> None:
-        """Report what was accumulated, and end the epoch if that is due."""
+        """Report what this peer has accumulated, and end the epoch if its round is due."""
         if self._has_failed:
             self._end_in_background(self._brought if self._drift is None else self._taken_anew(self._drift))
         if self.is_busy and self._result_is_due and self._settings.outer is not None and self._settings.outer.delay:
@@ -233,35 +235,35 @@ class Epoch:
                 self.state = EpochState.STEPPING
                 self._count_from(self._ending.tip.result())
             elif not self._has_its_part:
-                return  # what is accumulated belongs to an epoch that has no name yet
+                return  # it accumulates for an epoch whose tip is not known yet
             else:
-                self.take_result(wait=True)  # this peer has its part of that epoch: it may be one epoch late at most
+                self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
                 if self._has_failed:
                     return  # the next step tries again
         self._end_if_due(self._accumulation.progress)
 
     @property
     def _has_its_part(self) -> bool:
-        """Whether this peer has as much as it brought to the epoch before."""
+        """Whether this peer has accumulated as much as it brought to the epoch before."""
         if self._settings.counts_steps and not self._brought:
             return self._accumulation.has_its_part
         return self._accumulation.samples >= (self._brought or self._settings.target)
 
     @property
     def _result_is_due(self) -> bool:
-        """Whether the end of an epoch in the background may be applied: with DiLoCo(overlap=n), after n steps."""
+        """Whether the result of the background may be applied: with `DiLoCo(overlap=n)`, after n inner steps."""
         outer = self._settings.outer
         return self._drift is None or outer is None or self._drift.steps >= outer.delay
 
     def _taken_anew(self, drift: Drift) -> float:
-        """Take what was in a round that has failed once more, with what has come since. Returns its samples."""
+        """After a failed round, take the drift once more, with the inner steps made since. Returns its samples."""
         drift.take_back()
         samples = self._accumulation.close()
         drift.go_on()
         return samples
 
     def _end_if_due(self, samples: float | None = None) -> None:
-        """End the epoch if its round is due, after reporting `samples` if they are given."""
+        """End the epoch if its round is due. Report `samples` before, if they are given."""
         try:
             if samples is not None:
                 self._tracker.report(samples, behind=self._accumulation.samples)
@@ -278,8 +280,8 @@ class Epoch:
             self._synchronise()
 
     def _wait_for_the_slower(self) -> None:
-        """Where inner steps are counted, a peer that has made its own waits for the others, once in an epoch, at most
-        for `matchmaking_time`: they are to bring as many."""
+        """Wait for the inner steps of the others, once in an epoch, at most for `matchmaking_time`. A peer does so if
+        inner steps are counted and it has made its own."""
         tip = self._replica.tip
         if self._accumulation.has_its_part and self._waited_at != tip and not self._tracker.ready_to_update_epoch:
             self._waited_at = tip
@@ -287,7 +289,7 @@ class Epoch:
                 self._run.wait_for_round(tip, self._settings.matchmaking_time)
 
     def _end_epoch(self) -> None:
-        """End the epoch within this call, or begin to end it in the background."""
+        """End the epoch in this call, or begin to end it in the background."""
         if self._round.few_are_here():
             return
         self._replica.take_over()
@@ -308,7 +310,7 @@ class Epoch:
             self._apply(averaged)
 
     def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
-        """Average and step on the background thread; only step if the average is there already."""
+        """Average and step on the background thread. If `averaged` is given, only step."""
         tip: Future[Tip] = Future()
 
         def end() -> Averaged | None:
@@ -324,8 +326,8 @@ class Epoch:
 
     @torch.no_grad()
     def _step(self, averaged: Averaged) -> None:
-        """Make the wrapped optimizer's step with the averaged gradients; with local updates, take over the averaged
-        state."""
+        """Make the wrapped optimizer's step with the averaged gradients. With local updates, take over the averaged
+        state instead."""
         as_grad, began = None if self._gradients is None else self._gradients.as_grad, time.perf_counter()
         if self._drift is not None and not averaged.used(self._run.me):
             self._drift.remember()
@@ -334,10 +336,10 @@ class Epoch:
         self._run.tell_state_changed()
 
     def take_result(self, *, wait: bool) -> None:
-        """Apply the end of an epoch in the background, if there is one and it is done. Raises what its thread raised.
+        """Apply the result of the background thread, if there is one. Raises what the thread raised.
 
         Args:
-            wait: wait until it is done.
+            wait: wait until the thread is done.
         """
         if not (self.is_done and self._result_is_due) and not (wait and self._ending is not None):
             return
@@ -355,12 +357,12 @@ class Epoch:
             return
         if averaged is not None:
             if self._settings.use_local_updates:
-                self._step(averaged)  # in this thread: it changes what the trainer computes with
+                self._step(averaged)  # in this thread, because it changes the parameters that the trainer uses
             self._apply(averaged, is_accumulating=True)
 
     def _result(self) -> Averaged | None:
-        """Wait for the background thread; None if it found no average, or if another thread shuts the optimizer down
-        and has taken the result."""
+        """Wait for the result of the background thread. It is None if the thread found no average, or if another thread
+        shuts the optimizer down and has taken the result."""
         ending = self._ending
         if ending is None:
             return None
@@ -373,11 +375,12 @@ class Epoch:
         return result.result()
 
     def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
-        """Continue from the state after the step. With `is_accumulating`, the next epoch has begun already."""
+        """Continue from the state after the step. With `is_accumulating`, this peer already accumulates for the next
+        epoch."""
         used = averaged.used(self._run.me)
         if averaged.donors:
             if self._drift is not None and used:
-                self._accumulation.restart()  # the state of the others has it, whenever it can be downloaded
+                self._accumulation.restart()  # the others' state has this peer's drift; this peer downloads that state
                 self._replica.publish()
             self._synchronise(averaged.donors)
             return
@@ -398,7 +401,7 @@ class Epoch:
             self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds, before=before))
 
     def _count_from(self, tip: Tip) -> None:
-        """Count what is accumulated from now on to the epoch that begins with that state."""
+        """From now on, accumulate for the epoch that begins with the state `tip`."""
         if self._counted_from != tip:
             self._counted_from = tip
             if self._drift is not None:
@@ -407,7 +410,7 @@ class Epoch:
 
     def close(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the background thread, and apply its step. If the step takes longer, a
-        later call of `state_dict` waits for it and applies it."""
+        later call of `state_dict` waits for the step and applies it."""
         self._accumulation.stop()
         ending = self._ending  # the trainer may be waiting for it, too
         if ending is not None:
@@ -417,7 +420,7 @@ class Epoch:
         self.take_result(wait=False)
 
     def _apply_last(self) -> None:
-        """Apply the end of an epoch that was under way when the optimizer was shut down."""
+        """Apply the result of a background thread that was at work when the optimizer was shut down."""
         averaged: Averaged | None = None
         try:
             averaged = self._result()
@@ -432,7 +435,7 @@ class Epoch:
     # -- this peer's state, for newcomers
 
     def donor(self, service: str) -> StateDonor:
-        """Make what serves this peer's state to newcomers, as a service of that name."""
+        """Make the donor that serves this peer's state to newcomers, under the name `service`."""
         node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
         gate, replica = self._run.swarm.gate, self._replica
         return StateDonor(
@@ -440,16 +443,17 @@ class Epoch:
         )
 
     def priority(self) -> float:
-        """The priority of this peer's state among those that newcomers are offered: an outranked state comes last."""
+        """The priority of this peer's state among the states that newcomers are offered. An outranked one comes
+        last."""
         return -1.0 if self.is_behind else 0.0
 
     async def take_snapshot(self) -> EncodedState:
         """A copy of this peer's state for newcomers.
 
         Raises:
-            Refused: if it can't be given.
+            Refused: if the state can't be sent.
         """
-        # A newcomer waits for a commit that is being applied, but not forever: the trainer may have stopped.
+        # A newcomer waits until this peer has applied the last commit, but not forever: the trainer may have stopped.
         await until(lambda: self._replica.tip == self._run.swarm.tip, self._run.state_changed, APPLY_SECONDS)
         return await for_newcomer(self._replica.copy_for_newcomer)
 
@@ -474,7 +478,7 @@ class Epoch:
         self.continue_from(load)
 
     def continue_from(self, load: Callable[[], None]) -> None:
-        """Continue from the state that `load` gives the replica."""
+        """Continue from another state, which `load` sets."""
         self.take_result(wait=True)
         if self.state is EpochState.CLOSED:
             load()
@@ -482,7 +486,7 @@ class Epoch:
             return
         self._accumulation.leave()
         load()
-        if not self._run.swarm.believes(self._replica.tip):  # it was pinned in another run
+        if not self._run.swarm.believes(self._replica.tip):  # its pin is of another run
             self._replica.tip = replace(self._replica.tip, pin=0)
         self._run.follow(self._replica.tip)
         self._restart(self._replica.tip, keeps_drift=self._drift is not None)
@@ -490,12 +494,15 @@ class Epoch:
     def load_state(self, timeout: float) -> bool:
         """Download the state that most peers hold, and continue from it.
 
+        Args:
+            timeout: the time in seconds without any progress after which the download fails.
+
         Returns:
-            Whether that was done; it is not if there is nobody to ask.
+            Whether this peer took over a state. It did not if there was nobody to ask.
 
         Raises:
-            AveragingError: if nobody could send it within `timeout` seconds.
-            Rejected: if it does not fit.
+            AveragingError: if nobody could send the state.
+            Rejected: if the state does not fit.
         """
         self.take_result(wait=True)
         donors = self._run.donors()
@@ -504,13 +511,13 @@ class Epoch:
         except DownloadFailed:
             if self._run.donors():
                 raise
-            return False  # all that were asked have left meanwhile
+            return False  # all peers that were asked have left meanwhile
 
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
-        """Download the state. If that fails, continue, and try again after a while.
+        """Download the state. If that fails, continue from this peer's own, and try again after a while.
 
         Raises:
-            Rejected: if the state can't fit a newcomer.
+            Rejected: if the state does not fit this peer, and this peer is a newcomer.
         """
         timeout, began = self._settings.load_state_timeout, time.monotonic()
         mine = self._replica.tip
@@ -530,20 +537,20 @@ class Epoch:
         cost = time.monotonic() - began
         self._run.call(lambda: self._run.swarm.forget_behind(cost))
         if not self._run.donors() and self._run.swarm.tip != self._replica.tip:
-            # Those with whom this peer was in a round, but whose state it could not follow to, have left.
+            # The members of the last round have left before this peer could follow them to their state.
             self._accumulation.leave()
             self._run.follow(self._replica.tip)
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
-        """Set the replica to the state that most of the donors hold, of those that are not behind this peer's, and
-        follow the run from there; whether there was one. If it raises, nothing has changed."""
+        """Set the replica to the state that most of the donors hold, among the states that are not behind this peer's,
+        and follow the run from there. Returns whether there was such a state. If it raises, nothing has changed."""
         self._accumulation.leave()
-        # A download that takes longer than an epoch would come too late each time. So this peer asks the others to
-        # wait; but since that may not help either, only the 2nd, 4th, 8th time and so on.
+        # A download that takes longer than an epoch comes too late each time. So this peer asks the others to wait.
+        # That may not help either, so it asks only the 2nd, 4th, 8th time and so on.
         self._downloads += 1
         is_awaited = self._downloads > 1 and self._downloads.bit_count() == 1
         mine, is_behind, swarm, pin = self._replica.tip, self.is_behind, self._run.swarm, self._forks.due()
-        # Where somebody holds the state that the owner has pinned, no other will do.
+        # If somebody holds the state that the owner has pinned, this peer takes no other state.
         least = pin.number if pin is not None and is_behind and swarm.behind_pin >= pin.number else mine.pin
 
         def wanted(tip: Tip) -> bool:
@@ -560,8 +567,8 @@ class Epoch:
         givers = frozenset(donor.key for donor in state.chunks_from)
         fork = self._forks.leave(tip, state.line, self._made_with, givers)
         drift = self._drift
-        # What this peer's inner steps have done is of the new state, too, unless the others have it already, or the
-        # owner has led the run elsewhere.
+        # The drift of this peer's inner steps is kept on the new state, unless that state has it already, or the owner
+        # has pinned another line of states.
         if drift is not None and self._round.may_be_in(mine):
             self._accumulation.apply(used=True, is_accumulating=True)
         keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
@@ -570,7 +577,7 @@ class Epoch:
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
         self._run.follow(tip)
-        self._run.ask_where_they_are(state.chunks_from)  # they have continued meanwhile, unless they have waited
+        self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
         if state.lossy:
             self._round.machine.has_lossy_state(tip.epoch)
         digest = self._replica.state_digest.hex()
@@ -586,7 +593,11 @@ class Epoch:
     def _fetch(
         self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], is_awaited: bool
     ) -> Downloaded:
-        """Raises DownloadFailed."""
+        """Download a state from the donors.
+
+        Raises:
+            DownloadFailed: if no donor could send it.
+        """
         if not isinstance(self._replica, StrandReplica):
             return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
         reserve = self._run.swarm.be_awaited if is_awaited else None
@@ -595,8 +606,11 @@ class Epoch:
     # -- what the owner has pinned
 
     def _follow_pin(self) -> bool:
-        """Follow the newest pin of the run's owner, as far as this peer can without a download. Returns whether it may
-        go on: a newcomer begins from nothing but the pinned state and its descendants."""
+        """Follow the newest pin of the run's owner, as far as this peer can without a download.
+
+        Returns:
+            Whether this peer may continue. A newcomer may begin only from the pinned state or its descendants.
+        """
         if self._forks.due() is not None and self.is_busy:
             self.take_result(wait=True)
         pin = self._forks.due()
@@ -619,7 +633,7 @@ class Epoch:
         if is_new:
             self._run.wait_for_pin(pin.number, self._settings.matchmaking_time)
         if self._run.swarm.behind_pin >= pin.number:
-            return True  # `is_behind`: it is downloaded
+            return True  # this peer is behind, and downloads the pinned state
         if self._told_pin != pin.number:
             self._told_pin = pin.number
             log.warning(
@@ -630,10 +644,14 @@ class Epoch:
         return not is_new
 
     def _continue_from(self, kept: Kept, pin: int) -> None:
-        """Continue from a state that was left before, with the pin of that number.
+        """Continue from a state that a peer has left and kept.
+
+        Args:
+            kept: the state.
+            pin: the number of its pin.
 
         Raises:
-            ValueError: if it does not fit this model; then nothing has changed.
+            ValueError: if the state does not fit this model. Then nothing has changed.
         """
         state = kept.as_downloaded(pin)
         tip = state.manifest.tip
@@ -655,7 +673,7 @@ class Epoch:
         self._continue_from(kept, tip.pin if self._run.swarm.believes(tip) else 0)
 
     def _restart(self, tip: Tip, *, keeps_drift: bool = False) -> None:
-        """Begin an epoch from another state than that of the last round."""
+        """Begin an epoch from a state that is not the result of the last round."""
         self._run.tell_state_changed()
         if self.state is EpochState.FAILED:
             self.state = EpochState.ACCUMULATING

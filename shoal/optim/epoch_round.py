@@ -1,4 +1,4 @@
-"""The round that ends an epoch: what its members must agree on, what it averages, and what its result means."""
+"""The round that ends an epoch: what its members must agree on, what they average, and what the result means."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ OwnRounds = AveragerGradients | StrandGradients | StrandDrift
 """Gradients that are averaged in rounds of their own, before the round of the run."""
 
 Gradients = EpochGradients | OwnRounds | Drift
-"""Averaged in the round of the run, or in rounds of their own; or what is averaged in their place."""
+"""What peers average: gradients in the round of the run, gradients in rounds of their own, or drift instead."""
 
 
 def make_gradients(
     settings: Settings, replica: Replica, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, dht: DHT
 ) -> Gradients | None:
-    """The object that accumulates and averages the gradients of the trained parameters; None with local updates.
+    """Make the object that accumulates and averages the gradients of the trained parameters; None with local updates.
 
     Args:
-        optimizer, scheduler: the wrapped ones, which make the inner steps where there are any.
+        optimizer, scheduler: the wrapped ones. With an outer optimizer, they make the inner steps.
 
     Raises:
         ValueError: as `AveragerGradients`, for what the factory makes.
@@ -101,8 +101,12 @@ def make_run(
     wrapped: torch.optim.Optimizer,
     scheduler: LRScheduler | None,
 ) -> Run:
-    """This peer's part in the run, not started. `gradients` are None with local updates; `wrapped` and `scheduler` are
-    what the user gave."""
+    """Make this peer's part in the run, not started.
+
+    Args:
+        gradients: from `make_gradients`; None with local updates.
+        wrapped, scheduler: the user's optimizer and scheduler.
+    """
     optimizer, extras, given = replica.optimizer, replica.extra_tensors, settings.averager_opts
     layouts = [replica.buffers.layout, replica.shared.layout]
     has_strands = isinstance(gradients, StrandRounds)
@@ -114,11 +118,11 @@ def make_run(
         "param_groups": term_of(structure(replica.described_groups)),
         "strands": "1",
     }
-    sizes: tuple[int, ...] = ()  # the run's rounds average no gradients that have rounds of their own
+    sizes: tuple[int, ...] = ()  # stays empty if the gradients have rounds of their own
     in_turn: tuple[tuple[int, ...], ...] = ()
-    usual: list[Vector] = [replica.shared]  # what most rounds average
+    usual: list[Vector] = [replica.shared]  # the vectors that most rounds average
     if isinstance(gradients, StrandGradients | StrandDrift):
-        # Terms are compared in the order of their names: who has other strands is to hear that first.
+        # Terms are compared in the order of their names. A peer with another number of strands should hear that first.
         agreed |= {"strands": str(gradients.count), "strands' machine": name_of_machine(gradients, optimizer)}
         if isinstance(gradients, StrandDrift):
             agreed["outer optimizer"] = type(optimizer).__name__
@@ -137,7 +141,7 @@ def make_run(
         sizes = gradients.sizes
     elif gradients is not None:
         agreed["grad_averager_factory"] = term_of(gradients.terms)
-    # Where all make the same bits, there is no state to average.
+    # If all machines make the same bits, there is no state to average.
     is_alike = has_strands or (is_exact(gradients) and not _is_lossy(settings, replica))
     rules = Rules(
         sizes=sizes,
@@ -176,21 +180,21 @@ def make_run(
 
 
 def is_exact(gradients: Gradients | None) -> bool:
-    """Whether the steps that follow rounds have the same bits on every machine."""
+    """Whether the step after a round has the same bits on every machine."""
     return isinstance(gradients, Drift) and gradients.is_exact
 
 
 def _is_lossy(settings: Settings, replica: Replica) -> bool:
-    """Whether newcomers get parameters that differ from those of who gives them: only an average makes them equal."""
+    """Whether newcomers get parameters that differ from their donors'. Only an average makes them equal again."""
     return plan_codecs(settings.load_state_compression, replica.shared.layout, TensorRole.PARAMETER).lossy
 
 
 class Machine:
-    """Names everything on which the bits of a peer's step depend: peers of one name make bit-identical steps.
+    """Names everything on which the bits of a peer's step depend. Peers with the same name make bit-identical steps.
 
     Args:
         me: this peer's key.
-        own: its name before any download, by default `this_machine`; `EXACT` where all machines make the same bits.
+        own: the name before any download, by default `this_machine()`; `EXACT` if all machines make the same bits.
 
     Attributes:
         name: at most 256 characters; may change between epochs.
@@ -198,25 +202,25 @@ class Machine:
 
     def __init__(self, me: bytes, own: str = "") -> None:
         self._me, self._own, self._is_exact = me, own or this_machine(), own == EXACT
-        self._lossy_epoch = -1  # of the last state that was downloaded through a lossy codec
+        self._lossy_epoch = -1  # the epoch of the last state that was downloaded through a lossy codec
         self.name = self._own
 
     def has_lossy_state(self, epoch: int) -> None:
-        """The state of that epoch was downloaded through a lossy codec. It may differ from that of peers that compute
-        alike until the state is averaged."""
+        """Note that the state of `epoch` was downloaded through a lossy codec. Until the state is averaged, it may
+        differ from the state of peers that compute alike."""
         self._lossy_epoch = epoch
         self.name = f"{self._me.hex()[:16]} after a lossy download, {self._own}"[:256]
 
     def has_averaged_state(self, epoch: int, *, whole: bool) -> None:
-        """The state with which that epoch begins consists of averages; with `whole`, of nothing else."""
-        # What is not averaged was downloaded exactly, and still equals the others' if no step was made since. (What an
-        # exact outer optimizer keeps does not depend on the parameters.)
+        """Note that the state with which `epoch` begins was averaged. With `whole`, everything in it was averaged."""
+        # The rest of the state was downloaded exactly. It still equals the others' if no step was made since. (The
+        # state of an exact outer optimizer does not depend on the parameters.)
         if whole or self._is_exact or epoch == self._lossy_epoch + 1:
             self.name = self._own
 
 
 def name_of_machine(gradients: Gradients | None, optimizer: torch.optim.Optimizer) -> str:
-    """How this peer computes, before any download."""
+    """The name of this peer's machine before any download; `EXACT` if all machines make the same bits."""
     if is_exact(gradients):
         return EXACT
     if not isinstance(gradients, StrandGradients) or "fused" not in optimizer.defaults:
@@ -226,7 +230,7 @@ def name_of_machine(gradients: Gradients | None, optimizer: torch.optim.Optimize
 
 
 def this_machine() -> str:
-    """The name before any download."""
+    """The name of this machine: torch, processor, instruction set, number of threads and GPU."""
     names = [f"torch {torch.__version__}", platform.machine(), torch.backends.cpu.get_cpu_capability()]
     names.append(f"{torch.get_num_threads()} threads")
     if torch.cuda.is_available():
@@ -239,10 +243,11 @@ class Averaged:
     """The result of the round of an epoch, before the step.
 
     Attributes:
-        tip: names the state after the step.
-        outcome: of the round; None if this peer continues alone.
-        options: of the parameter groups, for the step.
-        donors: if this peer's state was not that of the others: the members to download it from. Then no step is made.
+        tip: the name of the state after the step.
+        outcome: the outcome of the round; None if this peer continues alone.
+        options: the options of the parameter groups with which the step is made.
+        donors: empty, unless this peer's state, average or options differ from the others' where they must not. Then
+            this peer downloads the state from these members, and makes no step.
     """
 
     tip: Tip
@@ -251,7 +256,7 @@ class Averaged:
     donors: tuple[PeerID, ...] = ()
 
     def used(self, me: bytes) -> bool:
-        """Whether what the peer with that key brought counts in the average."""
+        """Whether the average has the contribution of the peer with the key `me`."""
         if self.outcome is None:
             return True
         begin = self.outcome.begin
@@ -267,10 +272,10 @@ class EpochRound:
     """Averages the gradients and the state of one peer at the end of each epoch.
 
     Args:
-        settings: of the optimizer.
-        run: whose rounds are joined.
-        replica: is averaged.
-        gradients: are averaged; None with local updates.
+        settings: the settings of the optimizer.
+        run: the run whose rounds this peer joins.
+        replica: the state to average.
+        gradients: the gradients to average; None with local updates.
 
     Attributes:
         machine: names how this peer computes.
@@ -280,13 +285,13 @@ class EpochRound:
         self._settings, self._run, self._rules, self._replica = settings, run, run.rules, replica
         self._gradients = gradients
         self.machine = Machine(run.me, name_of_machine(gradients, replica.optimizer))
-        self._opened: Begin | None = None  # of the last round that this peer was in
+        self._opened: Begin | None = None  # the BEGIN of the last round that this peer was in
         self._options = b""
         self._told_cost = False
 
     def take(self) -> None:
-        """Bring to the next round the parts of the vector that rounds do not take themselves, and this peer's vote on
-        the options of the parameter groups. In the trainer's thread, which continues to change both."""
+        """Copy for the next round the tensors that the trainer continues to change, and this peer's vote on the options
+        of the parameter groups. Runs in the trainer's thread."""
         epoch = self._replica.tip.epoch
         self._options = b"" if self._gradients is None else self._replica.options.own(epoch)
         if self._rules.due_sizes and self._rules.is_due(epoch):
@@ -295,12 +300,12 @@ class EpochRound:
             self._replica.shared.take()
 
     def put(self, averaged: Averaged) -> None:
-        """Set the extra tensors to their average, if they were averaged. In the trainer's thread, too."""
+        """Set the extra tensors to their average, if they were averaged. Runs in the trainer's thread."""
         if averaged.outcome is not None and self._rules.due_sizes and self._rules.is_due(averaged.tip.epoch - 1):
             self._replica.buffers.put(keep_changes=True)
 
     def few_are_here(self) -> bool:
-        """Wait for `min_peers`, at most for `matchmaking_time`; whether they have not come."""
+        """Wait for `min_peers`, at most for `matchmaking_time`. Returns whether there are still fewer."""
         least = self._least()
         if least == 1:
             return False
@@ -315,29 +320,32 @@ class EpochRound:
         return found < least
 
     def _least(self) -> int:
-        """How many peers must contribute to the next round."""
+        """The number of peers that must contribute to the next round."""
         return self._rules.least(self._run.swarm.peer.last)
 
     def assist(self) -> Outcome:
-        """Join the next round without anything to average. Raises as `Run.average`."""
+        """Join the next round, and bring nothing to average. Raises the errors of `Run.average`."""
         patience, machine = self._settings.matchmaking_time, self.machine.name
         contribution = Contribution(0.0, self._open, patience, machine=machine)
         return self._run.average(contribution, self._settings.averaging_timeout)
 
     def average(self, samples: float) -> Averaged | None:
-        """Join the round of this epoch, with `samples` as the weight of what was taken.
+        """Join the round of this epoch.
+
+        Args:
+            samples: the weight of this peer's contribution.
 
         Returns:
-            None if there was no round and this peer can't continue alone: the next call tries again.
+            The result; None if there was no round and this peer can't continue alone. Then the next call tries again.
 
         Raises:
-            Behind: if others are past this epoch.
+            Behind: if others have ended this epoch without this peer.
             Rejected: if the run has other terms.
         """
         before, gradients = self._replica.tip, b""
         if self._gradients is not None:
             gradients = self._gradients.average(self._settings.averaging_timeout, lambda: self._run.past(before))
-        # The average that a peer has is one more thing on which the bits of its step depend.
+        # The bits of this peer's step also depend on its average of gradients.
         machine = f"{gradients.hex()} {self.machine.name}"[:256] if gradients else self.machine.name
         patience = self._settings.averaging_timeout
         until = time.monotonic() + patience
@@ -358,11 +366,11 @@ class EpochRound:
             except AveragingError as error:
                 if self._run.is_over:
                     return None
-                # The round failed, but made progress until then.
+                # The round failed, but it may have made progress before.
                 until = max(until, self._run.swarm.got_on_at + patience)
                 if time.monotonic() >= until:
                     return self._alone(samples, error)
-                # A peer that was put out of a round gets its result like one that missed the round.
+                # A peer that was put out of a round gets the result of the round like a peer that missed it.
                 fields = self._run.faults.add(FaultKind.ROUND, str(error))
                 log.warning("%s: trying again", error, extra=fields)
                 continue
@@ -377,10 +385,10 @@ class EpochRound:
             return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors)
 
     def _open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-        """The exchange of a round: gradients, extra tensors and state, in the order of `Rules.vector`.
+        """Make the exchange of a round: gradients, extra tensors and state, in the order of `Rules.vector`.
 
         Raises:
-            RuleBroken: if BEGIN averages what is not due, or with options with which no step can be made.
+            RuleBroken: if BEGIN averages the state where that is not due, or has options that no step can have.
         """
         epoch = begin.tip.epoch
         stepped = not self._rules.state_always and any(member.contributes for member in begin.members)
@@ -389,7 +397,7 @@ class EpochRound:
         if begin.with_state and not self._rules.may_average_state(epoch):
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         if begin.with_state and not self._rules.state_always:
-            self._replica.shared.take()  # otherwise it was taken before the JOIN
+            self._replica.shared.take()  # with `state_always`, `take` has copied it before the JOIN
         parts: list[Vector] = []
         if self._gradients is not None and not isinstance(self._gradients, OwnRounds):
             parts.append(self._gradients.vector(epoch))
@@ -401,13 +409,14 @@ class EpochRound:
         return exchange_of(parts, self._run.me, begin, send, fault)
 
     def may_be_in(self, tip: Tip) -> bool:
-        """Whether what this peer brought may be in the state that follows `tip`, though it has not heard so: it was in
-        a round from there that has not ended in its sight."""
+        """Whether the state that follows `tip` may have this peer's contribution without its knowledge. That is so if
+        this peer was in a round from `tip` and has not heard of its end."""
         begin = self._opened
         return begin is not None and begin.tip == tip and begin.round != self._run.swarm.peer.participant.over
 
     def _tell_cost(self, outcome: Outcome) -> None:
-        """Warn, once, of a round that took long: this peer waits for a round as long as it makes progress."""
+        """Warn once of a round that took longer than `averaging_timeout`. (A peer waits for a round while it makes
+        progress.)"""
         if self._told_cost or outcome.allreduce_seconds < self._settings.averaging_timeout:
             return
         self._told_cost = True
@@ -423,14 +432,15 @@ class EpochRound:
         )
 
     def _alone(self, samples: float, error: AveragingError) -> Averaged | None:
-        """Continue without a round, with what this peer has; the swarm decides later whose state is kept."""
+        """Continue without a round, with this peer's own contribution. The swarm decides later whose state is kept."""
         if not samples or self._least() > 1:
             why = f"min_peers={self._settings.min_peers}" if samples else "this peer has no gradients of its own"
             fields = self._run.faults.add(FaultKind.TOO_FEW, f"{error}, and {why}")
             log.warning("no average (%s), and %s: the next step tries again", error, why, extra=fields)
             return None
         before = self._replica.tip
-        # Others may continue alone from the same state with as many samples, and so may this peer, a second time.
+        # The name is random, because other peers, or this one a second time, may continue alone from the same state
+        # with as many samples.
         tip = before.after(blake3(b"shoal alone\0" + self._run.me + os.urandom(32)).digest(), samples)
         if not self._run.follow(tip, after=before):
             return None
@@ -444,11 +454,11 @@ class EpochRound:
         """Compare this peer's average of gradients, which it had before the round, with those of the others.
 
         Args:
-            mine: names this peer's average.
+            mine: the name of this peer's average.
 
         Returns:
-            If most members have another average: these members, to download the state from after their step. Of
-            averages that equally many members have, the one of more samples counts.
+            The members with the most common average, if this peer has another one: after their step, it downloads the
+            state from them. If two averages are equally common, the one with more samples counts.
         """
         if not mine:
             return ()
@@ -465,8 +475,8 @@ class EpochRound:
         return tuple(member.peer for member, name in zip(begin.members, names, strict=True) if name == common)
 
     def _of_unknown_options(self, outcome: Outcome) -> tuple[PeerID, ...]:
-        """If most members step with options that differ from this peer's, and BEGIN has only a hash of them: all other
-        members, to download the state from after their step."""
+        """The members from which this peer downloads the state, if it can't know the options of their step. That is so
+        if the options of most members differ from its own, and BEGIN has only a hash of them."""
         name = "" if self._gradients is None else self._replica.options.unknown_of(outcome.begin.options)
         if not name:
             return ()
@@ -478,11 +488,11 @@ class EpochRound:
         return tuple(m.peer for m in outcome.begin.members if m.key != self._run.me and m.contributes)
 
     def _disagrees_with(self, outcome: Outcome, machine: str) -> tuple[PeerID, ...]:
-        """If the state from which this round began differs from the others' where it must not: the members to download
-        it from.
+        """The members from which this peer downloads the state, if its state before this round differs from theirs and
+        must not.
 
-        Peers that compute alike only disagree at the start of a run, where each has made its own parameters, or by a
-        fault. Others may round their steps differently, until the state is averaged.
+        Peers that compute alike disagree only by a fault, or at the start of a run, when each peer has made its own
+        parameters. Other peers may round their steps differently, until the state is averaged.
         """
         begin = outcome.begin
         if begin.with_state:
@@ -514,8 +524,16 @@ def report_of(
     stepping: float = 0.0,
     before: Moved | None = None,
 ) -> EpochReport:
-    """The report of a round, given the epoch that begins after it, the digest of the parameters, the seconds of waiting
-    before and of the step after it, and what rounds before it have moved."""
+    """Make the report of a round.
+
+    Args:
+        outcome: the outcome of the round.
+        epoch: the epoch that begins after the round.
+        digest: the hash of the parameters.
+        waiting: the seconds that this peer waited before the round.
+        stepping: the seconds of the step after the round.
+        before: the bytes and seconds of the strands' rounds, which precede the round of the run.
+    """
     before = before or Moved()
     return EpochReport(
         epoch=epoch,

@@ -1,4 +1,4 @@
-"""A scheduler of torch that a framework steps after each batch, advanced once per epoch of the run."""
+"""Advances a torch scheduler once per epoch of the run, although a framework steps it after each batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = w
 
 
 def wraps(optimizer: Any, wrapped: torch.optim.Optimizer) -> None:
-    """Say that a scheduler of `wrapped` is one of `optimizer`."""
+    """Note that `optimizer` wraps `wrapped`, so that a scheduler of `wrapped` counts as one of `optimizer`."""
     _wrapped[wrapped] = weakref.ref(optimizer)
 
 
 class EpochScheduler(StepCounted, LRScheduler):
     """Advances a scheduler once per epoch of the run, however often its `step` is called.
 
-    Frameworks (Trainer, Lightning, Accelerate) step a scheduler after each batch or so. Made on a `shoal.Optimizer`
-    it would follow this peer's own batches, of which other peers make more or fewer. Wrapped, it follows
-    `optimizer.local_epoch`, also on a peer that comes late or that has downloaded a state.
+    Frameworks (Trainer, Lightning, Accelerate) step a scheduler after each batch. Such a scheduler of a
+    `shoal.Optimizer` would follow this peer's own batches, and other peers make more or fewer of them. Wrapped in this
+    class, the scheduler follows `optimizer.local_epoch`, also on a peer that comes late or has downloaded a state.
 
     >>> scheduler = shoal.EpochScheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, warmup))
     >>> for batch in data:
@@ -33,19 +33,19 @@ class EpochScheduler(StepCounted, LRScheduler):
     ...     scheduler.step()
     ...     optimizer.zero_grad()
 
-    Where you make the `shoal.Optimizer` yourself, its argument `scheduler=` does the same, and shares the scheduler's
+    If you make the `shoal.Optimizer` yourself, its argument `scheduler=` does the same, and also shares the scheduler's
     state with newcomers.
 
     Args:
-        scheduler: any of torch's schedulers but ReduceLROnPlateau, of a `shoal.Optimizer` or of its `optimizer`. Where
-            steps are delayed, make it of the former.
+        scheduler: any of torch's schedulers except ReduceLROnPlateau, made on a `shoal.Optimizer` or on the attribute
+            `optimizer` of one. With `delay_optimizer_step`, make it on the `shoal.Optimizer`.
 
     Attributes:
         scheduler: as given. Other attributes of a scheduler (`base_lrs`, `last_epoch`, …) are read from it.
-        epoch: the epoch to which it was advanced.
+        epoch: the epoch to which the scheduler was advanced.
 
     Raises:
-        ValueError: for a scheduler of anything else.
+        ValueError: if `scheduler` is no such scheduler, or if no `shoal.Optimizer` has its optimizer.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:  # does not call the base's: there is a scheduler already
@@ -57,12 +57,16 @@ class EpochScheduler(StepCounted, LRScheduler):
         self.epoch = int(getattr(scheduler, "last_epoch", 0))
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance the scheduler as often as epochs have passed. Do nothing within an epoch, or if the run has gone back
-        to an earlier one. torch's schedulers take `epoch`; it has no effect here."""
+        """Advance the scheduler once for each epoch that has passed since the last call. Do nothing within an epoch, or
+        if the run has gone back to an earlier epoch.
+
+        Args:
+            epoch: accepted without effect, because torch's schedulers take it.
+        """
         missing = self._shoal_optimizer.local_epoch - self.epoch
         if missing <= 0:
             return
-        # Many schedulers multiply the present rate: it has to be the one that they made, not that of a download.
+        # Many schedulers multiply the present rate. It must be the rate that they made, not one from a download.
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             put(group, "lr", rate)
         mark_as_stepped(self.optimizer)
@@ -71,22 +75,25 @@ class EpochScheduler(StepCounted, LRScheduler):
         self.epoch += missing
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rates that it set last, one for each group."""
+        """The learning rates that the scheduler set last, one for each parameter group."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[Any]:
-        """The scheduler's `get_lr`."""
+        """What the scheduler's `get_lr` returns."""
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and the scheduler's state."""
+        """The state: the epoch, and the scheduler's own state dict."""
         return {"epoch": self.epoch, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned.
 
+        Args:
+            state_dict: from another `EpochScheduler`.
+
         Raises:
-            ValueError: for the state of another scheduler.
+            ValueError: if it is the state of another kind of scheduler.
         """
         if set(state_dict) != {"epoch", "scheduler"}:
             raise ValueError(
@@ -98,13 +105,13 @@ class EpochScheduler(StepCounted, LRScheduler):
         self.epoch = state_dict["epoch"]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # copy and pickle ask for methods before it is set: without this they recurse
+        if name == "scheduler":  # copy and pickle ask for methods before it is set, which would recurse without end
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
 
 def _behind(optimizer: Any) -> Any:
-    """The `shoal.Optimizer` of this optimizer, which may be the one that it wraps, or one that wraps it."""
+    """The `shoal.Optimizer` that belongs to `optimizer`: itself, the one that wraps it, or one that it wraps."""
     seen = optimizer
     while seen is not None:
         if hasattr(seen, "local_epoch"):

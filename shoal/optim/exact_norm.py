@@ -1,4 +1,4 @@
-"""The norm of tensors, with the same bits on every processor."""
+"""Computes the norm of tensors with the same bits on every processor."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-PIECE = 1 << 16  # elements that are squared at a time
+PIECE = 1 << 16  # the number of elements that are squared at a time
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The 2-norm over all elements, in float64. torch's own sums in an order that depends on the processor; here halves
-    are added to halves, each sum rounded once."""
+    """The 2-norm over all elements, in float64. torch sums in an order that depends on the processor. This function
+    adds the second half of the squares to the first, again and again, so every processor rounds each sum alike."""
     total = 0.0
     for tensor in tensors:
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         for piece in torch.split(real.reshape(-1), PIECE):
-            squares = piece.to("cpu", torch.float64).square()  # apart: a piece may be of float64 itself
+            squares = piece.to("cpu", torch.float64).square()  # not in place: `piece` may be float64 itself
             while squares.numel() > 1:
                 half = squares.numel() // 2
                 rest = squares[2 * half :]

@@ -1,4 +1,4 @@
-"""What has gone wrong for a peer since it started, for whoever watches the run."""
+"""Counts the faults of a peer since its start, for users who watch the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.health.record import MAX_REASON, Fault, FaultKind, printable
 
 
 class Faults:
-    """Counts faults by kind, and keeps the last. Any thread may call it."""
+    """Counts faults by kind, and keeps the last one. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,10 +18,10 @@ class Faults:
         self._last: Fault | None = None
 
     def add(self, kind: FaultKind, reason: str) -> dict[str, object]:
-        """Count one.
+        """Count a fault.
 
         Returns:
-            The fields of the log record that tells of it.
+            The fields of the fault's log record, as `extra=` of `logging`.
         """
         short = printable(reason, MAX_REASON)
         with self._lock:
@@ -30,6 +30,6 @@ class Faults:
         return {"shoal": {"event": "fault", "kind": kind.value, "reason": short}}
 
     def so_far(self) -> tuple[dict[FaultKind, int], Fault | None]:
-        """How many of each kind, and the last."""
+        """The number of faults of each kind, and the last fault."""
         with self._lock:
             return dict(self._counts), self._last

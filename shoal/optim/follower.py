@@ -1,4 +1,4 @@
-"""The optimizer of a rank of a cluster that is not rank 0: it does what rank 0 says, with its share of the state."""
+"""The optimizer at every rank of a cluster but rank 0. It does what rank 0 says, with its own share of the state."""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optim
 
 
 class Follower(torch.optim.Optimizer):
-    """What `shoal.Optimizer` is at the other ranks of a `Cluster`. Every call is made by all ranks at once, and what
-    rank 0 raises is raised here as a `ClusterError`.
+    """What `shoal.Optimizer` makes at every rank of a `Cluster` but rank 0. All ranks make each call at once. An error
+    of rank 0 is raised here as a `ClusterError`.
 
     Args:
-        cluster: its ranks.
-        given: the other arguments of `shoal.Optimizer`. Where rank 0 speaks for all, those that are of the run count
-            there only.
+        cluster: the ranks of the cluster.
+        given: the other arguments of `shoal.Optimizer`. With `strands=1`, the arguments that concern the run count only
+            at rank 0.
 
     Attributes:
-        batch_size_per_step: as given; may be set before a step.
-        local_epoch: how many epochs the model's parameters have behind them.
+        batch_size_per_step: as given; you may set it before a step.
+        local_epoch: the number of epochs that the model's parameters have behind them.
+
+    Raises:
+        ClusterError: if a rank is lost, or if another rank has raised an error.
+        ValueError: if an argument makes no sense, alone or together with another.
+        TypeError: if `dht` is missing where ranks carry strands.
     """
 
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
@@ -67,13 +72,13 @@ class Follower(torch.optim.Optimizer):
         self._trainer = threading.Lock()
         self._gang = Gang(cluster.group)
         self._share: Share | None = None
-        self._failed = ""  # what has gone wrong since the last report
+        self._failed = ""  # the first error since the last report
         try:
             self._whole = whole = parameters_of(cluster, given["params"])
             self._groups, defaults = self._make(settings, given)
             super().__init__([dict(group) for group in self._groups()], defaults)
             if isinstance(whole, Strands):
-                self.param_groups = self._groups()  # what is written there reaches what this rank steps
+                self.param_groups = self._groups()  # what users write there changes the options of this rank's step
             else:
                 for group in self.param_groups:
                     group["params"] = [whole.of[id(each)] for each in group["params"]]
@@ -87,8 +92,11 @@ class Follower(torch.optim.Optimizer):
             raise
 
     def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Make what this rank steps. Returns what gives the parameter groups of its optimizer as users see them, and
-        its defaults."""
+        """Make this rank's optimizer and its share of the state.
+
+        Returns:
+            A function that returns the parameter groups that users see, and the defaults of the optimizer.
+        """
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
             shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
@@ -117,7 +125,7 @@ class Follower(torch.optim.Optimizer):
         return lambda: groups_of_model(inner, whole) if has_pieces else inner.param_groups, inner.defaults
 
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
-        """Make a call with all ranks; `collect` are its collectives before rank 0 acts."""
+        """Make a call with all ranks. `collect` makes the collectives that precede what rank 0 does."""
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{report.call}() while another thread is in this optimizer: one thread trains")
         try:
@@ -139,7 +147,7 @@ class Follower(torch.optim.Optimizer):
             if verdict.changed:
                 with self._gang.collectives():
                     self._whole.spread(self._extras)
-        except KeyboardInterrupt:  # what it would hear next is of this call
+        except KeyboardInterrupt:  # the next call would hear messages of this one
             self._gang.leave()
             raise
         finally:
@@ -163,11 +171,11 @@ class Follower(torch.optim.Optimizer):
         batch_size: int | None = None,
         grad_scaler: object = None,
     ) -> Tensor | None:
-        """See `shoal.Optimizer.step`; `batch_size` is of this rank.
+        """See `shoal.Optimizer.step`. `batch_size` is the number of samples of this rank.
 
         Raises:
-            ClusterError: if a rank is lost, or another has raised an error.
-            ValueError: for arguments that make no sense; the other ranks hear of it.
+            ClusterError: if a rank is lost, or if another rank has raised an error.
+            ValueError: for arguments that make no sense. The other ranks hear of it.
         """
         try:
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
@@ -195,12 +203,12 @@ class Follower(torch.optim.Optimizer):
         return self._call(Report("load_state_from_peers"))
 
     def load_kept_state(self, path: str | os.PathLike[str]) -> None:
-        """See `shoal.Optimizer.load_kept_state`: the file is read at rank 0."""
+        """See `shoal.Optimizer.load_kept_state`. Only rank 0 reads the file."""
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch alone: rank 0 has the state of the whole cluster, and saves it for all. Where ranks carry strands,
-        or steps are delayed, all ranks call it at once."""
+        """A dict with only the epoch: rank 0 has the state of the whole cluster, and saves it for all. If ranks carry
+        strands, or in a mode in which rounds or steps run in the background, all ranks make this call at once."""
         if self._share is not None and self._gang.has_finished:
             self._share.do("state dict", ())
         elif self._share is not None or (self._in_background and not self._gang.left_in_order):
@@ -208,7 +216,8 @@ class Follower(torch.optim.Optimizer):
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Rank 0 loads it, and sends the parameters. Once all have left, its epoch is used here."""
+        """See `shoal.Optimizer.load_state_dict`. Rank 0 loads the state and sends the parameters. With `strands=1`,
+        after all ranks have left the cluster, this rank takes the epoch from its own `state_dict`."""
         if self._share is None and self._gang.left_in_order:
             self.local_epoch = state_dict["state"].get("local_epoch", self.local_epoch)
         elif self._share is not None and self._gang.has_finished:
@@ -219,7 +228,7 @@ class Follower(torch.optim.Optimizer):
         self._show_groups()
 
     def _show_groups(self) -> None:
-        """Another state was loaded, and torch has made new groups for it."""
+        """Show users the new parameter groups, which torch makes when another state is loaded."""
         if self._share is not None:
             self.param_groups = self._groups()
 
@@ -245,20 +254,24 @@ class Follower(torch.optim.Optimizer):
         return StrandState(give, take)
 
     def report(self, *, loss: float | Tensor) -> None:
-        """Nothing: rank 0 tells those who watch the run."""
+        """Do nothing: only rank 0 reports losses."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: all peers must have the same parameters from the beginning."""
+        """Not possible: all peers must have the same parameters from the beginning.
+
+        Raises:
+            ValueError: always.
+        """
         if self._ready:
             raise ValueError("the parameters of a run are fixed: give all groups when making the optimizer")
         super().add_param_group(param_group)
 
     def is_synchronized_with_peers(self) -> bool:
-        """Whether this rank is in the cluster: rank 0 knows more."""
+        """Whether this rank is in the cluster. Only rank 0 knows about the other peers."""
         return self.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether all ranks of the cluster are there, and none has shut its optimizer down here."""
+        """Whether no rank of the cluster is lost, and no rank has shut its optimizer down."""
         try:
             self._gang.check()
         except ClusterError:
@@ -266,8 +279,8 @@ class Follower(torch.optim.Optimizer):
         return True
 
     def finish(self) -> None:
-        """Leave at the end of training, with the parameters of the last step. Rank 0 stays for the peers that are
-        behind."""
+        """Leave the run at the end of training, with the parameters of the last step. Rank 0 stays for the peers that
+        are behind."""
         try:
             if self.is_alive():
                 self._call(Report("finish"))
@@ -275,7 +288,7 @@ class Follower(torch.optim.Optimizer):
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the cluster now; the parameters stay usable. Calling it again does nothing."""
+        """Leave the cluster now. The parameters stay usable. A second call does nothing."""
         self._gang.leave()
         if self._share is not None:
             self._share.stop()

@@ -1,4 +1,4 @@
-"""What a peer does where the run has forked, and where its owner has pinned a state: nothing is thrown away."""
+"""Handles forks of the run, and pins of its owner. No state that a peer leaves is thrown away."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 
-TOLD, TOLD_SECONDS = 8, 60.0  # states of one member that are told of within so long: it may make them up
+TOLD, TOLD_SECONDS = 8, 60.0  # at most so many reports on one member in so many seconds: it may invent states
 WHY = "the state with more samples behind it is kept (of equally many: more epochs, then the larger hash)"
 
 
 class Forks:
-    """Keeps the state that a peer leaves, tells of both sides of a fork, and knows what the owner has pinned.
+    """Keeps the state that this peer leaves, reports both sides of a fork, and knows what the owner has pinned.
 
-    All methods are called in the trainer's thread.
+    The trainer's thread calls all methods.
 
     Args:
         run: this peer's part in the run.
         replica: this peer's state.
-        keeper: keeps the state that is left.
+        keeper: keeps the state that this peer leaves.
         tell: called with each event.
     """
 
@@ -40,18 +40,21 @@ class Forks:
         self._sides = Sides()
         self._sparing = Sparing(TOLD, TOLD_SECONDS)
 
-    # -- this peer's side is left
+    # -- this peer leaves its side
 
     def leave(
         self, tip: Tip, line: Collection[bytes], made_with: Collection[bytes], others: Collection[bytes]
     ) -> ForkReport | None:
-        """This peer is about to take over the state `tip`. If its own state has samples that are not behind that one,
-        keep it. Returns what to tell of it once the other state is here; None if nothing is lost.
+        """Keep this peer's own state, if the state that it is about to take over does not include all of its samples.
 
         Args:
+            tip: the name of the state that this peer takes over.
             line: the lineages that lead to `tip`.
-            made_with: the keys of those with whom this peer's state was made.
-            others: the keys of those who hold the other one.
+            made_with: the keys of the peers that made this peer's state with it.
+            others: the keys of the peers that hold the other state.
+
+        Returns:
+            The report for `left`, once the other state is here; None if no sample is lost.
         """
         mine, pin = self._replica.tip, self.pin
         if not leaves(mine, tip, line):
@@ -80,7 +83,7 @@ class Forks:
             return f"lost, since it could not be kept ({error})"
 
     def left(self, report: ForkReport) -> None:
-        """The other state is here."""
+        """Report the fork, once this peer has taken over the other state."""
         mine, other = (tip.split(":")[0] for tip in (report.tip, report.other_tip))
         givers = ", ".join(repr(PeerID.parse(peer)) for peer in report.other_members) or "itself"
         log.warning(
@@ -93,17 +96,17 @@ class Forks:
         self._tell(report)
 
     def caught_up(self, mine: Tip, tip: Tip, givers: Collection[bytes]) -> None:
-        """This peer, which was apart from the others, has taken over a state that leads on from its own."""
+        """Log that this peer, which was apart from the others, has taken over a state that follows from its own."""
         log.warning(
             "this peer has left its state of epoch %d (%g samples) for that of epoch %d (%g samples), which it has "
             "from %s and which leads on from it: nothing is lost",
             mine.epoch, mine.samples, tip.epoch, tip.samples, ", ".join(repr(PeerID(key)) for key in sorted(givers)),
         )  # fmt: skip
 
-    # -- this peer's side stays
+    # -- this peer keeps its side
 
     def look(self, made_with: Collection[bytes]) -> None:
-        """Tell of members at states that are neither this peer's nor behind it, once for each, and of no member more
+        """Report members whose states do not lead to this peer's state. Report each such state once, and no member more
         than `TOLD` times in `TOLD_SECONDS`."""
         tips, mine, line = self._run.swarm.peer.tips, self._replica.tip, self._replica.line
         while tips:
@@ -128,18 +131,18 @@ class Forks:
         return None if gate is None else gate.pin
 
     def due(self) -> Pin | None:
-        """The pin that this peer does not follow yet."""
+        """The newest pin, if this peer does not follow it yet; else None."""
         pin = self.pin
         return pin if pin is not None and self._replica.tip.pin < pin.number else None
 
     def follows_from(self, pin: Pin) -> bool:
-        """Whether this peer's state is the pinned one, or, if that is enough, a descendant."""
+        """Whether this peer's state is the pinned one, or follows from it and the pin does not rewind."""
         if self._replica.tip.lineage == pin.lineage:
             return True
         return not pin.rewind and pin.lineage in self._replica.line
 
     def kept(self, pin: Pin) -> Kept | None:
-        """The state that this peer has kept, if it is the pinned one or leads on from it."""
+        """The state that this peer has kept, if `pin` allows it (see `Kept.leads_to`); else None."""
         return self._keeper.find(pin)
 
 

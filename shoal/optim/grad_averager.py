@@ -1,5 +1,5 @@
-"""Gradients that are averaged in rounds of their own: by a user without a `shoal.Optimizer`, or by an `Optimizer` with
-its `grad_averager_factory`."""
+"""Averages gradients in rounds of their own: for a user without a `shoal.Optimizer`, or for an `Optimizer` with a
+`grad_averager_factory`."""
 
 from __future__ import annotations
 
@@ -38,25 +38,32 @@ class GradientAverager(DecentralizedAverager):
     ...         with averager.use_averaged_gradients():
     ...             optimizer.step()
 
-    There are up to three sets of gradients: those in `.grad`; the accumulated gradients, in flat memory beside the
-    parameters; the averaged gradients, in flat memory on the host.
+    There are up to three sets of gradients: those in `.grad`; the accumulated gradients, in flat memory on the
+    parameters' devices; the averaged gradients, in flat memory on the host.
 
     Args:
-        parameters: of the model. A parameter without a gradient counts as one with zeros.
-        dht, prefix: see `DecentralizedAverager`.
-        reuse_grad_buffers: accumulate in `.grad` itself, which saves memory. The user must not clear it (`zero_grad`)
-            or change it. Gradients of batches of different sizes then count alike.
-        accumulate_grads_on: the device of the accumulated gradients; by default that of each parameter.
-        client_mode: see `DecentralizedAverager`.
-        warn: log a warning when averaged gradients were not used before the next step, or accumulated ones not reset.
-        averaged_grads: memory for the averaged gradients: one tensor for each parameter, of its shape.
-        kwargs: of `DecentralizedAverager`.
+        parameters: the parameters of the model, of floating point. A parameter without a gradient counts as one with
+            zeros.
+        dht: this peer's place in the DHT, started.
+        prefix: the name of the run: averagers with the same prefix meet.
+        reuse_grad_buffers: accumulate in `.grad` itself, which saves memory. You must not clear (`zero_grad`) or change
+            `.grad` then. All batches have the same weight, whatever their size.
+        accumulate_grads_on: the device of the accumulated gradients. By default each is on its parameter's device.
+        client_mode: this peer does not listen for connections and reduces nothing. As the DHT when None.
+        warn: log a warning if averaged gradients were not used before the next step, or if accumulated gradients were
+            averaged and not reset.
+        averaged_grads: memory for the averaged gradients: one tensor for each parameter, of its shape. By default new
+            tensors on the CPU, of the parameters' dtypes.
+        kwargs: the other arguments of `DecentralizedAverager`.
 
     Attributes:
-        parameters, reuse_grad_buffers, warn: as given.
+        parameters: as given, as a tuple.
+        reuse_grad_buffers: as given.
+        warn: as given.
 
     Raises:
-        ValueError: if `averaged_grads` do not fit the parameters, and as `DecentralizedAverager`.
+        ValueError: if `averaged_grads` do not fit the parameters, if `accumulate_grads_on` is given with
+            `reuse_grad_buffers`, and as `DecentralizedAverager`.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def local_samples_accumulated(self) -> float:
-        """The number of samples since the last reset. A subclass that accumulates otherwise may set it, and
+        """The number of samples since the last reset. A subclass that accumulates in another way may set this and
         `local_times_accumulated`."""
         return self._accumulator.samples
 
@@ -123,17 +130,20 @@ class GradientAverager(DecentralizedAverager):
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
-        """Add the parameters' `.grad`, the mean over `batch_size` samples, to the accumulated gradients. (With
-        `reuse_grad_buffers`, autograd has done so, and the batch is only counted.)
+        """Add the parameters' `.grad` to the accumulated gradients. With `reuse_grad_buffers`, autograd has added them
+        already, and this call only counts the batch.
+
+        Args:
+            batch_size: the number of samples over which `.grad` is the mean, over 0.
 
         Raises:
-            ValueError: for a batch without samples, and if gradients that are accumulated in `.grad` were cleared.
+            ValueError: for a batch without samples, or if gradients that are accumulated in `.grad` were cleared.
         """
         if not batch_size > 0:
             raise ValueError(f"batch_size={batch_size!r}: give the number of samples behind the gradients, at least 1")
         self._check_held()
         if self._used_in_step and self.warn:
-            log.warning("accumulated gradients were averaged and not reset: these are added to them")
+            log.warning("accumulated gradients were averaged and not reset: new gradients are added to them")
             self._used_in_step = False
         self._accumulator.add(batch_size)
 
@@ -162,7 +172,8 @@ class GradientAverager(DecentralizedAverager):
 
     @torch.no_grad()
     def reset_accumulated_grads_(self) -> None:
-        """Start over: no gradients, no samples. With `reuse_grad_buffers` this clears `.grad`."""
+        """Drop the accumulated gradients and the count of samples. With `reuse_grad_buffers` this sets `.grad` to
+        zeros."""
         self._used_in_step = False
         self._accumulator.reset()
         if self.reuse_grad_buffers:
@@ -174,8 +185,14 @@ class GradientAverager(DecentralizedAverager):
         """Look for a group now, for a round that begins when `step(control=…)` is called.
 
         Args:
-            scheduled_time: when that will be, in seconds of `get_dht_time()`.
-            kwargs: of `DecentralizedAverager.step`, without `weight`, which is known only then.
+            scheduled_time: the time of that call, in seconds of `get_dht_time()`.
+            kwargs: arguments of `DecentralizedAverager.step`. Not `weight`, which only the later call of `step` knows.
+
+        Returns:
+            The control to give to `step`.
+
+        Raises:
+            ValueError: if `weight` is given.
         """
         if kwargs.get("weight") is not None:
             raise ValueError("weight= is set by step(control=…, weight=…): it is not known when a step is scheduled")
@@ -196,26 +213,31 @@ class GradientAverager(DecentralizedAverager):
         wait: bool = True,
         **kwargs: Any,
     ) -> Gathered | StepControl:
-        """Average the accumulated gradients with peers; `use_averaged_gradients` gives the result.
+        """Average the accumulated gradients with peers. `use_averaged_gradients` gives the result.
 
         If the round fails, the averaged gradients are this peer's own.
 
         Args:
-            weight: of this peer's gradients; by default the number of its accumulated samples.
-            reset_accumulators: start accumulating over as soon as the gradients are copied for the round.
-            control: from `schedule_step`; without it, the averager looks for a group now.
-            timeout: seconds to wait for the result.
-            wait: return what the group gathered; if False, return the control.
-            kwargs: of `DecentralizedAverager.step`; not with a `control`, which has got them from `schedule_step`.
+            weight: the weight of this peer's gradients in the mean. By default the number of its accumulated samples.
+            reset_accumulators: drop the accumulated gradients as soon as they are copied for the round.
+            control: from `schedule_step`. Without it, the averager looks for a group now.
+            timeout: the longest time in seconds to wait for the result.
+            wait: wait for the round. If False, return at once.
+            kwargs: arguments of `DecentralizedAverager.step`. With a `control`, give them to `schedule_step` instead.
+
+        Returns:
+            What each member of the group gave as `gather`, by peer id. With `wait=False`, the control, which is a
+            future of this.
 
         Raises:
             AveragingError: if there is no result.
-            ValueError: for a control that was used.
+            ValueError: for a control that was used, for other arguments beside a control, or if gradients that are
+                accumulated in `.grad` were cleared.
         """
         if control is None:
             control = self.schedule_step(timeout=timeout, **kwargs)
         elif kwargs:
-            raise ValueError(f"{', '.join(kwargs)}: the control was made without; give that to schedule_step")
+            raise ValueError(f"{', '.join(kwargs)}: the control was made without that; give it to schedule_step")
         if control.triggered:
             raise ValueError("this control was used, or its step is over: schedule another")
         if self._unused_result and self.warn:
@@ -224,7 +246,7 @@ class GradientAverager(DecentralizedAverager):
             control.weight = self.local_samples_accumulated if weight is None else weight
         try:
             self.load_accumulators_into_averager_()
-        except BaseException:  # Ctrl-C too: nobody would allow the round, and the others would wait in it
+        except BaseException:  # Ctrl-C too: the others would wait in a round that nobody allows to begin
             control.cancel()
             raise
         self._used_in_step, self._unused_result = True, True
@@ -241,17 +263,20 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def has_averaged_gradients(self) -> bool:
-        """Whether the result of the last step is not used yet."""
+        """Whether the last step has a result that nobody has used yet."""
         return self._unused_result
 
     def notify_used_averaged_gradients(self) -> None:
-        """Say that the result of the last step was used, by other means than `use_averaged_gradients`."""
+        """Note that you have used the result of the last step without `use_averaged_gradients`."""
         self._unused_result = False
 
     @contextlib.contextmanager
     def use_averaged_gradients(self) -> Iterator[Sequence[torch.Tensor]]:
-        """Within, the parameters' `.grad` are the averaged gradients, in the order of the parameters; afterwards what
-        they were."""
+        """Within this context, the parameters' `.grad` are the averaged gradients. Afterwards they are what they were.
+
+        Yields:
+            The averaged gradients in the order of the parameters, in the memory of the averager.
+        """
         self._unused_result = False
         with self.get_tensors() as averaged:
             pairs = zip(averaged, self.parameters, strict=True)
@@ -261,15 +286,18 @@ class GradientAverager(DecentralizedAverager):
     # -- saved and loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """What is carried from one step to the next, as plain data and tensors: here nothing. Gradients that were
-        accumulated since the last step are not in it. `shoal.Optimizer` saves it with its own state."""
+        """What this averager carries from one step to the next, as plain data and tensors: here nothing. The dict has
+        no gradients that were accumulated since the last step. `shoal.Optimizer` saves it with its own state."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; from {} as if no step had been made.
+        """Continue from what `state_dict` returned; with {}, as if no step had been made.
+
+        Args:
+            state_dict: from an averager of the same class. It is copied.
 
         Raises:
-            ValueError: if it is another averager's; then nothing has changed.
+            ValueError: if it is from another class of averager. Then nothing has changed.
         """
         if state_dict:
             raise ValueError(f"{type(self).__name__} carries nothing on, and was given {', '.join(state_dict)}")
@@ -278,14 +306,14 @@ class GradientAverager(DecentralizedAverager):
 def average_of(
     averager: DecentralizedAverager, control: StepControl, timeout: float, ended: Future[None]
 ) -> bytes | None:
-    """Wait for a round before that of an epoch. If it fails, say so.
+    """Wait for a round of gradients, which precedes the round of the run. If it fails, log a warning.
 
     Args:
-        timeout: seconds without any progress.
-        ended: is done when the others have ended the epoch.
+        timeout: the time in seconds without any progress after which the round has failed.
+        ended: a future that is done when the others have ended the epoch.
 
     Returns:
-        The name of the average; None if there is none.
+        The digest of the average, which names it; None if the round failed.
 
     Raises:
         Behind: if the others have ended the epoch.
@@ -315,25 +343,25 @@ GradientAveragerFactory = Callable[..., GradientAverager]
 
 
 class AveragerGradients:
-    """The gradients of an `Optimizer`, averaged by an averager of the user's, in place of `EpochGradients`.
+    """The gradients of an `Optimizer` that the user's averager averages. It stands in for `EpochGradients`.
 
-    The averager has rounds of its own, before those of the run, which then average no gradients. A parameter without a
-    gradient counts as one with zeros.
+    The averager has rounds of its own. Each precedes a round of the run, which then averages no gradients. A parameter
+    without a gradient counts as one with zeros.
 
-    Its rounds wait for all members that are known, so the averager leaves them while this peer downloads a state
-    (`enter`, `leave`). An average is kept until the step that uses it, however often the end of the epoch is tried
-    meanwhile; what this peer accumulates after that average is dropped.
+    The averager's rounds wait for all known members. So the averager leaves its run while this peer downloads a state
+    (`leave`), and joins it again afterwards (`enter`). The end of an epoch may need several tries. All of them use the
+    same average, and drop what this peer accumulates after it.
 
     Args:
         me: this peer's key.
-        factory: makes the averager: called with the parameters, `start=False` and `options`.
-        parameters: those that get gradients.
+        factory: makes the averager. It is called with the parameters, `start=False` and `options`.
+        parameters: the parameters that get gradients.
 
     Attributes:
-        averager: what the factory made.
+        averager: the averager that the factory made.
 
     Raises:
-        ValueError: if the factory makes something else than a `GradientAverager`.
+        ValueError: if the factory makes anything but a `GradientAverager`.
     """
 
     def __init__(
@@ -345,12 +373,12 @@ class AveragerGradients:
         self.averager = averager
         averager.in_step = True
         self._me = me
-        self._control: StepControl | None = None  # of the round whose average is not used yet
-        self._samples = 0.0  # that this peer brought to it
+        self._control: StepControl | None = None  # the control of the round whose average is not used yet
+        self._samples = 0.0  # the samples that this peer brought to that round
 
     @property
     def terms(self) -> str:
-        """The terms that must be equal at all peers."""
+        """The averager's options that must be equal at all peers, as text."""
         own = ", ".join(f"{name} {value}" for name, value in sorted(self.averager.agreed_options().items()))
         return f"{type(self.averager).__name__} ({own})"
 
@@ -366,7 +394,7 @@ class AveragerGradients:
 
     @property
     def held(self) -> bool:
-        """Whether a round was begun whose average is not used yet."""
+        """Whether a round has begun whose average is not used yet."""
         return self._control is not None
 
     def accumulate(self, batch_size: int) -> None:
@@ -378,14 +406,14 @@ class AveragerGradients:
         self.averager.reset_accumulated_grads_()
 
     def close(self, scale: float = 1.0) -> float:
-        """Begin the averager's round with what was accumulated, unless this epoch has had one, or the round of the
-        others began without this peer.
+        """Begin the averager's round with the accumulated gradients, unless this epoch has had one. If the averager is
+        not in its run, because the others' round began without this peer, there is no round.
 
         Args:
-            scale: by which the gradients in `.grad` are too large.
+            scale: the factor by which the gradients in `.grad` are too large.
 
         Returns:
-            The number of samples behind what this peer brings: none if an element is not finite.
+            The number of samples behind these gradients; 0 if an element is not finite.
         """
         if self.held:
             return self._samples
@@ -405,15 +433,15 @@ class AveragerGradients:
         return self._samples
 
     def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
-        """Wait for that round. If it fails, the average is this peer's own mean.
+        """Wait for the round that `close` began. If it fails, the average is this peer's own mean.
 
         Args:
-            timeout: seconds without any progress.
+            timeout: the time in seconds without any progress after which the round has failed.
             over: makes a future that is done when the others have ended the epoch. The averager's rounds know no
-                epochs: after that, these gradients would be averaged with those of the next epoch.
+                epochs: a round after that would average these gradients with those of the next epoch.
 
         Returns:
-            A name of the average, which all peers with the same average have in common.
+            A name of the average: the same for all peers with the same average.
 
         Raises:
             Behind: if the others have ended the epoch.
@@ -432,11 +460,12 @@ class AveragerGradients:
         return found or own
 
     def enter(self, called: Callable[[], bool]) -> None:
-        """From now on the others wait for this peer's gradients.
+        """Join the averager's run. From now on the others wait for this peer's gradients.
 
         Args:
-            called: whether the end of the epoch has begun. Then their round may have begun, too: they would wait for
-                this peer in the run's round, and this peer for them in the averager's round that follows.
+            called: whether the end of the epoch has begun. Then this peer stays out, because the others may be past
+                their averager's round. They would wait for this peer in the run's round, and this peer would wait for
+                them in the next round of the averager.
         """
         if not self.averager.is_alive() and not called():
             self.averager.run_in_background()
@@ -444,7 +473,8 @@ class AveragerGradients:
                 self.averager.shutdown()
 
     def leave(self) -> None:
-        """Have nobody wait for this peer's gradients: they are of a state that it leaves."""
+        """Leave the averager's run, so that nobody waits for this peer's gradients: it is about to leave the state that
+        they belong to."""
         self.averager.shutdown()  # which ends its round
         self._control = None
 
@@ -461,7 +491,7 @@ class AveragerGradients:
         self.averager.load_state_dict(state)
 
     def use_local(self) -> None:
-        """Nothing to do: there was no round of the run, and the averager's result is the best there is."""
+        """Nothing to do: there was no round of the run, and the averager's result stays in use."""
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:

@@ -1,14 +1,14 @@
-"""The options of the wrapped optimizer's parameter groups (learning rate, momentum, …): this peer's own, which JOIN
-carries, and the run's, which BEGIN carries and with which every peer steps.
+"""The options of the wrapped optimizer's parameter groups (learning rate, momentum, …). JOIN carries this peer's own
+options, and BEGIN carries the run's, with which every peer steps.
 
 [Note: whose options are in the groups when]
 Between steps the groups hold this peer's own options: what its user, a scheduler of a framework or `scheduler=` wrote.
-They are this peer's vote. The step of an epoch is made with the options that won, and afterwards the groups hold this
-peer's own options again. They are not replaced for good, because a vote has to last. Otherwise a user who changes the
-learning rate of one peer after the other would never get a majority, and a scheduler that multiplies the present rate
-would continue from a rate that it did not make (`CosineAnnealingLR` grows without bound from a rate that is too large
-near the end of its period). Changes that the step itself makes in the groups stay. A downloaded state replaces a peer's
-own options by those of the other peers.
+They are this peer's vote. The step of an epoch is made with the options that won the vote. Afterwards the groups hold
+this peer's own options again. A lost vote does not replace them, because a vote has to last. Otherwise a user who
+changes the learning rate of one peer after the other would never get a majority. And a scheduler that multiplies the
+present rate would continue from a rate that it did not make (`CosineAnnealingLR` grows without bound from a rate that
+is too large near the end of its period). Changes that the step itself makes in the groups stay. A downloaded state
+replaces a peer's own options by those of the other peers.
 
 In the modes with a delayed step, the groups are those of the copy on the host, and the step is made in the background.
 Meanwhile, users read and write options that are set aside (`HostCopy.aside`), so that no write reaches a step that is
@@ -35,20 +35,20 @@ from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)
 
-# Options that choose how a step is computed, and not what it computes: each machine has its own.
+# Options that choose how a step is computed, and not what it computes. Each machine has its own.
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # Notes of torch's schedulers in the groups, and the names of parameters: no step reads them.
 NOTES = frozenset(
     {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
 HASH_BYTES = 16
-EVERYTHING = "the options"  # the name under which all are hashed, where one hash for each would be too long
+EVERYTHING = "the options"  # the name of one hash of all options, if one hash for each option would be too long
 
 Columns = dict[str, list[Any]]
 """The values of each option, one for each group that has it, as plain data."""
 Entry = tuple[list[Any], bytes] | bytes
-"""An option in a message: its distinct values, and which of them each group has (b"" if there is only one); or the hash
-of its column."""
+"""An option in a message. It is either its distinct values, with the index of each group's value (b"" if there is only
+one value), or the hash of its column."""
 
 
 class GroupOptions:
@@ -57,13 +57,13 @@ class GroupOptions:
     The trainer's thread uses it, except that `of_run` and `step_scheduler` may run in the thread that makes the step.
 
     Args:
-        optimizer: the wrapped one.
-        scheduler: the one of `scheduler=`, or None.
-        host: the copy on the host from whose groups the optimizer is made, or None.
+        optimizer: the wrapped optimizer.
+        scheduler: the argument `scheduler=` of `Optimizer`, or None.
+        host: the copy of the parameters on the host that the optimizer steps, or None.
 
     Attributes:
-        at_tip: what newcomers get of the groups, one dictionary for each: the options after the last epoch's step, with
-            what `scheduler=` has made since.
+        at_tip: the options that newcomers get, one dictionary for each group: those after the last epoch's step, with
+            the values that `scheduler=` has set since.
     """
 
     def __init__(
@@ -71,30 +71,30 @@ class GroupOptions:
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
         left_out = KERNELS | (NOTES - set(optimizer.defaults))
-        self._holders: dict[str, list[int]] = {}  # which groups have the option
+        self._holders: dict[str, list[int]] = {}  # for each option, the groups that have it
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 if name not in left_out and is_plain(value):
                     self._holders.setdefault(name, []).append(index)
         self._first = {name: self._column(name) for name in self._holders}
         self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
-        self._told: set[str] = set()  # of which options it was said that they differ, or that `scheduler=` wins
+        self._told: set[str] = set()  # the options for which a warning was logged
         self._watched = scheduler is None
         self._epoch = self._changes = 0
-        self._is_current = True  # whether the user could set this peer's own options for the epoch that ends
+        self._is_current = True  # whether the user had a chance to set the options for the epoch that ends
         self.refresh()
 
     # -- this peer's own
 
     def own(self, epoch: int) -> bytes:
-        """This peer's own options now, at the end of that epoch, encoded for JOIN. `scheduler=` wins over other
-        writers of the same options."""
+        """This peer's own options at the end of `epoch`, encoded for JOIN. Values of `scheduler=` are put back if other
+        code has changed them."""
         self._is_current = epoch == self._epoch
         self.enforce()
         return pack({name: self._column(name) for name in self._holders})
 
     def enforce(self) -> None:
-        """Put back the values of `scheduler=` where others have overwritten them."""
+        """Put back the values of `scheduler=` where other code has overwritten them."""
         for name, values in self._scheduled.items():
             if self._column(name) == values:
                 continue
@@ -112,13 +112,14 @@ class GroupOptions:
                 put(group, name, value)
 
     def refresh(self) -> None:
-        """Take what the groups hold now as this peer's own, and as made by `scheduler=`: another state was loaded."""
+        """Take the present values of the groups as this peer's own, and as those of `scheduler=`. Call it after another
+        state was loaded."""
         self._scheduled = {name: self._column(name) for name in self._scheduled}
         self._rates = self._visible_rates()
         self.record()
 
     def record(self) -> None:
-        """Give newcomers what the groups hold now."""
+        """From now on, give newcomers the present values of the groups."""
         self.at_tip = [
             {key: _plain(value, otherwise=value) for key, value in group.items() if key not in KERNELS | {"params"}}
             for group in self._optimizer.param_groups
@@ -127,7 +128,7 @@ class GroupOptions:
     # -- the run's
 
     def fits(self, options: bytes) -> bool:
-        """Whether this peer's groups can have these options."""
+        """Whether this peer's groups can have the encoded options."""
         try:
             self._columns_of(options)
         except ValueError:
@@ -135,7 +136,7 @@ class GroupOptions:
         return True
 
     def unknown_of(self, options: bytes) -> str:
-        """The name of an option of which only a hash is sent, and which differs here; "" if there is none."""
+        """The name of an option that differs here and of which the message has only a hash; "" if there is none."""
         own: Columns | None = None
         for name, told in self._columns_of(options).items():
             if isinstance(told, bytes):
@@ -146,10 +147,12 @@ class GroupOptions:
 
     @contextlib.contextmanager
     def of_run(self, options: bytes) -> Iterator[None]:
-        """Within, the groups hold these options, with which a step is made; afterwards this peer's own again.
+        """Within this context, the groups hold the run's options, for the step. Afterwards they hold this peer's own
+        options again.
 
-        A warning names each option that differs from this peer's own, once. There is none where the epoch began in the
-        same call of `step` that ends it, as after a download: no scheduler of the user has run for it yet."""
+        A warning names each option that differs from this peer's own, once. There is no warning if the epoch began in
+        the same call of `step` that ends it, for example after a download. Then no scheduler of the user has run for
+        this epoch yet."""
         replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
         for name, values in self._columns_of(options).items():
             own = self._column(name) if name in self._holders else []
@@ -166,7 +169,7 @@ class GroupOptions:
             self.record()
         finally:
             for group, name, kept, value in replaced:
-                if _plain(group[name]) == value:  # else the step itself has changed it
+                if _plain(group[name]) == value:  # otherwise the step itself has changed it
                     put(group, name, kept)
 
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
@@ -185,7 +188,7 @@ class GroupOptions:
     # -- schedulers
 
     def step_scheduler(self) -> None:
-        """Step `scheduler=`, from the values that it made itself."""
+        """Step `scheduler=`, from the values that it has set itself."""
         if self._scheduler is None:
             return
         self.enforce()
@@ -198,8 +201,8 @@ class GroupOptions:
                 self.at_tip[index][name] = value
 
     def look(self, epoch: int) -> None:
-        """Warn, once, of learning rates that change more than once in an epoch: they follow this peer's own steps.
-        Called at the beginning of each `step`, with the epoch of the model's parameters."""
+        """Warn once if the learning rates change more than once in an epoch, because then they follow this peer's own
+        steps. Called at the beginning of each `step`, with the epoch of the model's parameters."""
         if epoch != self._epoch:
             self._epoch, self._changes = epoch, 0
         if not self._watched:
@@ -218,7 +221,8 @@ class GroupOptions:
     # -- the groups
 
     def _visible_rates(self) -> list[Any]:
-        """The learning rates that users see; for tensors, how often they were written, which reads no device."""
+        """The learning rates that users see. A tensor is represented by its count of writes, because its value may be
+        on a device."""
         if not self._watched:
             return []
         aside = None if self._host is None else self._host.aside
@@ -232,10 +236,10 @@ class GroupOptions:
         return [_plain(group.get(name)) for group in self._groups(name)]
 
     def _columns_of(self, options: bytes) -> dict[str, list[Any] | bytes]:
-        """The columns of a message, without options that this peer's groups do not have; hashes as they are.
+        """The columns (or hashes) of a message, without options that this peer's groups do not have.
 
         Raises:
-            ValueError: if the message can't be decoded, or has options with which no step can be made.
+            ValueError: if the message can't be decoded, or has options that no step here can have.
         """
         columns: dict[str, list[Any] | bytes] = {}
         for name, entry in unpack(options).items():
@@ -249,12 +253,12 @@ class GroupOptions:
         return columns
 
 
-# -- as they travel
+# -- options in messages
 
 
 def pack(columns: Mapping[str, list[Any]]) -> bytes:
-    """Columns encoded for JOIN, in at most 1 kB. Where that is too little, the longest are replaced by their hashes:
-    peers that differ then know the name of the option, but not the value."""
+    """Encode columns for JOIN, in at most 1 kB. If they do not fit, hashes replace the longest columns. A peer that
+    differs then learns the name of the option, but not the value."""
     entries: dict[str, Entry] = {name: _entry(columns[name]) for name in sorted(columns)}
     sizes = {name: len(_encode(entry)) for name, entry in entries.items()}
     packed = _encode(entries)
@@ -267,10 +271,10 @@ def pack(columns: Mapping[str, list[Any]]) -> bytes:
 
 
 def unpack(options: bytes) -> dict[str, Entry]:
-    """The columns that `pack` encoded.
+    """Decode the columns that `pack` has encoded.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if `options` is anything else.
     """
     try:
         return _decoder.decode(options)
@@ -279,8 +283,8 @@ def unpack(options: bytes) -> dict[str, Entry]:
 
 
 def structure(groups: Sequence[Mapping[str, Any]]) -> str:
-    """How many tensors each group has, which options only some groups have, and which options are None. It must be
-    equal in a run."""
+    """Describe the groups as text that must be equal in a run: how many tensors each group has, which options only some
+    groups have, and which options are None."""
     names = [set(group) - KERNELS - NOTES for group in groups]
     common = set.intersection(*names)
     described = []
@@ -322,7 +326,7 @@ def _hash(what: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """`value` as plain data that can be sent: tensors of one element become numbers.
+    """Return `value` as plain data that can be sent. Tensors with one element become numbers.
 
     Raises:
         TypeError: with the name of a type that can't be sent.
@@ -341,10 +345,10 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any, mine: Any, name: str) -> Any:
-    """`value`, which another peer's `plain` made, in the type that this peer has in its place (`mine`).
+    """Convert `value`, which another peer has made with `plain`, to the type of `mine`, this peer's own value.
 
     Raises:
-        ValueError: with the `name`, if a number, text, list or dict stands where this peer has something else.
+        ValueError: with the `name`, if the two are of different kinds (number, text, list, dict).
     """
     if isinstance(mine, torch.Tensor):
         if not isinstance(value, int | float):
@@ -368,12 +372,12 @@ def is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any, otherwise: Any = None) -> Any:
-    """The value as plain data; `otherwise` for one that can't be sent."""
+    """Return the value as plain data, or `otherwise` if it can't be sent."""
     return plain(value) if is_plain(value) else otherwise
 
 
 def _are_alike(value: Any, mine: Any) -> bool:
-    """Whether two plain values are of one kind: a step that can be made with one can be made with the other."""
+    """Whether two plain values are of the same kind, so that a step can have one if it can have the other."""
     if isinstance(value, list) and isinstance(mine, list):
         return len(value) == len(mine) and all(map(_are_alike, value, mine))
     if isinstance(value, dict) and isinstance(mine, dict):

@@ -1,4 +1,4 @@
-"""The copy of the parameters on the host that an optimizer steps, and the parameter groups as its users see them."""
+"""The copy of the parameters on the host that an optimizer steps, and the parameter groups that its users see."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from shoal.flat import FlatBuffer
 
 
 class HostCopy:
-    """The optimizer's own copy of the parameters, on the host. The optimizer steps there, while the device keeps only
-    parameters and gradients, and the trainer continues with the old parameters until `publish` sets the new ones.
+    """The optimizer's own copy of the parameters, on the host. The optimizer steps this copy, and the device keeps only
+    parameters and gradients. The trainer continues with the old parameters until `publish` sets the new ones.
 
     Args:
-        params: what an optimizer takes: tensors, (name, tensor) pairs or parameter groups of either. They move into
-            flat memory.
-        precise: keep in float32 what the model has in fewer bits.
-        memory: the flat memory in which the parameters are already; None: they move into it now.
+        params: the argument of an optimizer: tensors, (name, tensor) pairs, or parameter groups of either. They move
+            into flat memory.
+        precise: make the copy in float32 where the model has fewer bits.
+        memory: the flat memory in which the parameters are. If None, they move into flat memory now.
 
     Attributes:
-        groups: the same parameter groups with the parameters on the host, from which the optimizer is made.
+        groups: the same parameter groups with the copies as parameters, from which the optimizer is made.
         model: the model's parameters, in order.
-        memory: their flat memory.
-        aside: the options of the optimizer's groups that users read and write while the groups hold others; else None.
-        lock: held while an option is written, and while it is decided where.
+        memory: the flat memory of the model's parameters.
+        pinned: whether the copies should be in pinned memory, because some of the model's parameters are on a GPU.
+        aside: while a step in the background uses the options in the optimizer's groups: other options, which users
+            read and write. Else None.
+        lock: held while an option is written, and while `aside` changes.
 
     Raises:
-        ValueError: for what is not a tensor, and as `FlatBuffer.adopt`.
+        ValueError: if `params` has anything but tensors, and as `FlatBuffer.adopt`.
     """
 
     def __init__(self, params: Iterable[Any], *, precise: bool = False, memory: FlatBuffer | None = None) -> None:
@@ -62,15 +64,16 @@ class HostCopy:
         return copy
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether that optimizer has the parameters of `groups` as they are there, see `check_order`."""
+        """Check that the optimizer has the parameters of `groups` in their order, see `check_order`."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         check_order(optimizer, own, self._copies)
 
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
-        """Set the model's parameters to those on the host, or the other way round, given the flat memory of both."""
+        """Set the model's parameters to those on the host, or the other way round. `source` and `target` are the flat
+        memory of the two."""
         dtypes = [[buffer.dtype for buffer in memory.layout.buffers] for memory in (source, target)]
-        alike = dtypes[0] == dtypes[1]  # else the buffers of several devices, or of another precision
+        alike = dtypes[0] == dtypes[1]  # not with several devices, or another precision
         pairs = zip(*((source.flat, target.flat) if alike else (source.views(), target.views())), strict=True)
         for theirs, mine in pairs:
             mine.copy_(theirs, non_blocking=True)
@@ -87,8 +90,8 @@ class HostCopy:
 
     @contextlib.contextmanager
     def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Keep what users write into the `param_groups` from the optimizer, which may be stepping in another thread.
-        When the context ends, the optimizer gets these changes."""
+        """Within this context, users read and write a copy of the options in `param_groups`, because the optimizer may
+        be stepping in another thread. Afterwards the optimizer gets their changes."""
         with self.lock:
             before = [dict(group) for group in optimizer.param_groups]
             self.aside = [dict(group) for group in before]
@@ -102,10 +105,15 @@ class HostCopy:
 
 
 def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Look whether an optimizer that a function has made has the parameters that the function was given.
+    """Check that an optimizer, which a function has made, has the parameters that the function was given.
+
+    Args:
+        optimizer: the optimizer.
+        own: the parameters of the optimizer.
+        given: the parameters that the function was given.
 
     Raises:
-        ValueError: if it has left some out, or has them in another order.
+        ValueError: if some are missing, or if they are in another order.
     """
     if list(map(id, own)) != list(map(id, given)):
         raise ValueError(
@@ -115,14 +123,14 @@ def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: 
 
 
 class ModelGroup(MutableMapping[str, Any]):
-    """A parameter group of an optimizer of copies, as users see it: with the same options, which may be changed,
-    and the model's parameters.
+    """A parameter group that users see, of an optimizer that steps copies. It has the model's parameters, and the
+    options of the optimizer's group, which users may change.
 
     Args:
-        group: of the optimizer.
-        params: of the model.
-        host: has the copies, if the optimizer may be stepping in another thread.
-        index: of the group.
+        group: the optimizer's group.
+        params: the model's parameters.
+        host: the copy on the host, if the optimizer may be stepping in another thread; else None.
+        index: the number of the group.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The state that a peer has left for another line of states: kept, so that nothing is lost where a run has forked."""
+"""Keeps the state that a peer has left for another line of states, so that nothing is lost when a run has forked."""
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle  # its error only; nothing is unpickled but tensors and plain data
+import pickle  # only for its error: torch.load with weights_only unpickles nothing but tensors and plain data
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,29 +21,29 @@ from shoal.transfer.transfer import Downloaded
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-# What torch and unpacking raise for a file of another making.
+# The errors that torch and unpacking raise for a file of another kind.
 _OTHER_FILES = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError)
-SHARE_OF_MEMORY = 0.25  # of what is free, that a kept state may take
+SHARE_OF_MEMORY = 0.25  # the share of the free memory that a kept state may take
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A state that was left.
+    """A state that a peer has left.
 
     Attributes:
-        snapshot: of it, exact.
-        line: the lineages that lead to it, its own last.
+        snapshot: an exact snapshot of the state.
+        line: the lineages that lead to the state, its own last.
     """
 
     snapshot: Snapshot
     line: tuple[bytes, ...]
 
     def leads_to(self, pin: Pin) -> bool:
-        """Whether this state is the pinned one, or, if that is enough, a descendant."""
+        """Whether this state is the pinned one, or follows from it and the pin does not rewind."""
         return self.snapshot.tip.lineage == pin.lineage or (not pin.rewind and pin.lineage in self.line)
 
     def as_downloaded(self, pin: int) -> Downloaded:
-        """The state as `Replica.load` takes it, with the pin of that number."""
+        """The state in the form that `Replica.load` takes, with `pin` as the number of its pin."""
         before, snapshot = self.snapshot.tip, self.snapshot
         tip = Tip(before.epoch, before.lineage, before.samples, pin)
         state = encoded(Snapshot(tip, snapshot.layout, snapshot.buffers, snapshot.scalars, snapshot.codecs))
@@ -56,8 +56,8 @@ class Keeper:
     """Keeps one state: in a file if there is a folder, else in memory.
 
     Args:
-        folder: made when it is needed; None for memory.
-        me: names this peer in the file's name.
+        folder: the folder, which is made when it is needed; None for memory.
+        me: this peer's key, of which a part is in the file's name.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, me: bytes) -> None:
@@ -66,14 +66,14 @@ class Keeper:
         self._kept: Kept | None = None
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a state of that size can be kept."""
+        """Whether a state of `nbytes` bytes can be kept."""
         return self._folder is not None or nbytes <= SHARE_OF_MEMORY * free_memory()
 
     def keep(self, kept: Kept) -> str:
-        """Keep that state instead of the last one. Returns where it is, in words; a file's name is in quotes.
+        """Keep this state instead of the last one. Returns where it is, in words; a file's name is in quotes.
 
         Raises:
-            OSError: if the file can't be written; then the last one is still there.
+            OSError: if the file can't be written. Then the last state is still there.
         """
         if self._folder is None:
             self._kept = kept
@@ -85,7 +85,7 @@ class Keeper:
         try:
             torch.save(_to_plain(kept), new)
             os.replace(new, path)
-        except RuntimeError as error:  # torch's word for a disk that is full
+        except RuntimeError as error:  # torch raises it if the disk is full
             new.unlink(missing_ok=True)
             raise OSError(f"{new} can't be written: {error}") from error
         for old in self._folder.glob(f"left-{self._me}-*.pt"):
@@ -94,7 +94,7 @@ class Keeper:
         return f"in {str(path)!r}"
 
     def find(self, pin: Pin) -> Kept | None:
-        """The kept state, if it is the pinned one or leads on from it."""
+        """The kept state, if `pin` allows it (see `Kept.leads_to`); else None."""
         if self._kept is not None:
             return self._kept if self._kept.leads_to(pin) else None
         for path in sorted(self._folder.glob(f"left-{self._me}-*.pt")) if self._folder is not None else ():
@@ -109,7 +109,7 @@ class Keeper:
 
 
 def read_kept(path: str | os.PathLike[str]) -> Kept:
-    """The state in a file that a peer has written when it left it.
+    """Read the state from a file that a `Keeper` has written.
 
     Raises:
         OSError: if there is no such file.
@@ -144,7 +144,7 @@ def _to_plain(kept: Kept) -> dict[str, Any]:
 
 
 def free_memory() -> int:
-    """What the kernel says is available, in bytes."""
+    """The memory that the kernel reports as available, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

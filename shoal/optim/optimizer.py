@@ -1,4 +1,4 @@
-"""The optimizer that users hold: a torch optimizer whose step is made by a whole swarm."""
+"""The optimizer that users hold: a torch optimizer whose steps all peers of a run make together."""
 
 from __future__ import annotations
 
@@ -76,115 +76,137 @@ class Optimizer(torch.optim.Optimizer):
     wrapped optimizer's step with them and steps the scheduler. Then a new *epoch* begins. A peer that starts late, or
     falls out of step, downloads the state from the others in its next `step`, and drops what it has accumulated.
 
-    The parameters and the optimizer's state move into flat memory (`parameter.data` becomes a view of it). Convert and
-    move the model, and change its layers, before; values may be loaded into it afterwards, also with `assign=True`.
+    The parameters and the optimizer's state move into flat memory (`parameter.data` becomes a view of it). Convert the
+    model, move it and change its layers before you make the optimizer. You may load values into the model afterwards,
+    also with `assign=True`.
+
+    All peers of a run need the same target_batch_size, modes (delay_optimizer_step, delay_grad_averaging,
+    delay_state_averaging, average_state_every, use_local_updates, grad_averager_factory, outer), compressions,
+    average_opt_statistics, max_grad_norm, min_peers, number of strands, classes of optimizer and scheduler, and
+    tensors. If a peer differs, the constructor or the first `step` raises an AveragingError with the name of the option
+    or tensor. Each peer chooses every other option for itself. Peers vote on learning rates and the other options of
+    the parameter groups, and all peers step with the values that most peers hold. Wrap a scheduler that you step after
+    each batch in `shoal.EpochScheduler`.
+
+    All times are in seconds.
 
     Args:
-        dht: this peer's place in the DHT, started. It stays when the optimizer is shut down. In a cluster
-            every rank needs one; with `strands=1`, rank 0.
-        run_id: names the run: peers of one run_id train together.
-        target_batch_size: samples of all peers per epoch; may be None only with `DiLoCo(inner_steps=…)`.
-        batch_size_per_step: samples behind the gradients of one `step`, unless `step` is given another number.
+        dht: a started `shoal.DHT`. The optimizer does not shut it down. In a cluster every rank needs one; with
+            `strands=1` only rank 0 does.
+        run_id: the name of the run, 1 to 100 characters. Peers with the same run_id train together.
+        target_batch_size: the number of samples that all peers together accumulate in an epoch, at least 1. It may be
+            None only with `DiLoCo(inner_steps=…)`.
+        batch_size_per_step: the number of samples behind the gradients of one `step`. The argument `batch_size` of
+            `step` overrides it.
         optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure. On
-            the CPU it steps with torch's fused kernel, where there is one, unless it was made with another
+            the CPU it steps with torch's fused kernel if there is one, unless you made it with another kernel
             (`fused=False`).
-        params: parameters or parameter groups; only with an `optimizer` function.
-        scheduler: a torch scheduler of the (wrapped) optimizer, or a function that makes one from it; stepped once per
-            epoch. Its values win over what others write into the parameter groups.
-        matchmaking_time: seconds that a called round waits for missing members at most.
-        averaging_timeout: seconds without any progress, from joining a round to its result. After that, this peer
-            continues with its own gradients, and downloads the state when it finds the others again.
-        allreduce_timeout: seconds without any progress after which a round that this peer coordinates is given up, for
-            all its members; `averaging_timeout` when None.
-        next_chunk_timeout: seconds without a sign of life after which a member that holds up a round is left out; 15
-            when None. Bytes that arrive slowly are a sign of life.
-        load_state_timeout: seconds without any progress after which a download is given up.
-        reuse_grad_buffers: accumulate in `.grad` itself, which saves the memory of a second gradient. Then `zero_grad`
-            raises, and so does a `step` after `model.zero_grad()`. Each step of an epoch counts alike. Mixed precision
-            needs `shoal.GradScaler` with it.
-        offload_optimizer: keep the optimizer's parameters and state on the host, and step there; the device keeps the
-            model's parameters and gradients. Needs `params`. By default only where steps are delayed, which needs it.
-        delay_optimizer_step: step in the background. The trainer continues with the old parameters, and a later `step`,
-            at most one epoch late, sets the new ones. By default as `delay_grad_averaging`.
-        delay_grad_averaging: average in the background, too.
-        delay_state_averaging: with local updates, average in the background, and keep what the trainer changes
-            meanwhile. If False, `step` waits for the average.
-        average_state_every: average parameters (where they differ between peers), chosen statistics and extra tensors
-            at the end of every n-th epoch.
-        use_local_updates: every `step` steps the wrapped optimizer with this peer's own gradients, and the end of an
-            epoch averages the state, weighted by samples. The scheduler is still stepped once per epoch.
-        client_mode: never listen, and reduce nothing; None: as the DHT.
-        auxiliary: train nothing, and lend bandwidth to those who train: `step()` waits for a round, at most for
-            `matchmaking_time`, and joins it.
-        grad_compression: how gradients travel.
-        grad_averager_factory: makes a `shoal.GradientAverager` that accumulates and averages the gradients instead. It
-            is called with the trained parameters and `dht`, `prefix`, `start=False`, times and more. The optimizer
-            starts the averager when this peer trains.
-        state_averaging_compression: how the state travels when it is averaged.
-        load_state_compression: how this peer sends its state to newcomers. Statistics of the optimizer that are not
-            averaged are sent exactly, since nothing would make them equal again.
-        average_opt_statistics: names of tensors in the optimizer's state, of their parameter's shape, that are averaged
-            with the parameters.
-        extra_tensors: shared with newcomers beside the parameters and the optimizer's state. Those of floating point
-            are averaged, too. For a model with BatchNorm: `list(model.buffers())`.
-        averager_opts: `bandwidth` (of this peer, in any unit that all share; measured if nobody gives one),
-            `request_timeout` (seconds that a
-            coordinator may take to answer; 10), `sender_timeout` and `reducer_timeout` (seconds of silence after which
-            this peer has a member left out that owes it parts, or averages; `next_chunk_timeout`, and twice that),
-            `allow_state_sharing` (whether newcomers get this peer's state; True), and in place of
-            arguments `min_matchmaking_time`, `next_chunk_timeout` and `min_group_size` (`min_peers`). Accepted, and
-            without effect: `target_group_size` (the peers of a run average all together, at most 1024),
-            `part_size_bytes`, `min_vector_size`, `declare_state_period`, `daemon`. None stands for the default.
-        tracker_opts: of `ProgressTracker`.
-        performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
-        shutdown_timeout: seconds that `shutdown` waits.
-        verbose: log at INFO what happens to the run.
-        max_grad_norm: scale the averaged gradient down if its norm over all parameters is larger than this.
-        min_peers: the number of training peers without which no epoch ends. `step` waits for them, at most for
-            `matchmaking_time`, and then continues accumulating. A fraction (0.6; 1.0 is all) is a share of the peers
-            that contributed to the last epoch: with more than 0.5, of a swarm that falls apart at most one side goes
-            on, and the other waits. A peer that has just come knows of no last epoch.
-        membership: of a closed run (`run_id="name@key"`), which admits only whom its owner admits: the line that
-            `shoal keys admit` has printed, or a file with it, or a function that returns one of both. A file or a
-            function is asked again before the membership expires, the function in a thread of its own.
-        kept_state_dir: a folder for the state that this peer leaves where the run has forked: the last one, in a file
-            that `load_kept_state` takes. None: it is kept in memory, if it takes no more than a quarter of what is
-            free.
-        outer: train as DiLoCo does, see `shoal.DiLoCo`: every `step` steps the wrapped optimizer on the model, and the
-            end of an epoch averages how far the models have drifted. The scheduler is stepped once per inner step where
-            these are counted, else once per epoch. `max_grad_norm` is of the average drift, `grad_compression` of the
-            drifts. What the peers share, compare and download is the anchor, on the host, with the outer optimizer's
-            state; each peer keeps its own inner optimizer's, with `offload_optimizer` on the host, too.
-        error_feedback: how much of what a lossy `grad_compression` has lost of this peer's gradients (or drifts) in the
-            rounds before is added to its next ones: over 0.0 and at most 1.0, which is all (Karimireddy et al. 2019,
-            arXiv 1901.09847). Takes memory of the gradients' size, twice that during a round. None: nothing.
-        cluster: the ranks that are this peer together, see `shoal.Cluster`. All of them make the optimizer, with the
-            same arguments, and every call of it, at once; `batch_size` is of each rank. Needs `params`, and an
-            `optimizer` function. Each rank steps its strands and keeps the optimizer's state of them; with `strands=1`
-            rank 0 does, of the whole model.
-        metrics_port: serve this peer's metrics for Prometheus on this port of 127.0.0.1, at `/metrics`; 0 for any free
-            one (see `metrics_port`); None for none.
-
-    All peers of a run need equal target_batch_size, modes (delay_optimizer_step, delay_grad_averaging,
-    delay_state_averaging, average_state_every, use_local_updates, grad_averager_factory), compressions,
-    average_opt_statistics, max_grad_norm, min_peers, classes of optimizer and scheduler, and tensors: a peer that
-    differs gets an AveragingError with the name of the option or tensor, here or in its first `step`. Each peer chooses
-    every other option for itself. Peers vote on learning rates and the other options of the parameter groups: all step
-    with those that most peers hold. Wrap a scheduler that is stepped after each batch in `shoal.EpochScheduler`.
+        params: parameters or parameter groups. Give it if, and only if, `optimizer` is a function.
+        scheduler: a torch scheduler of the wrapped optimizer, or a function that makes one from it. It is stepped once
+            per epoch. If other code changes an option that the scheduler sets, the scheduler's value is put back.
+        matchmaking_time: the longest time that a round waits for members that have not joined.
+        averaging_timeout: how long this peer waits for the result of a round that makes no progress. After that it
+            continues with its own gradients. It downloads the state when it finds the others again.
+        allreduce_timeout: the time without any progress after which this peer, as coordinator, ends a round for all
+            members. `averaging_timeout` when None.
+        next_chunk_timeout: the time without a sign of life after which a round continues without a member that holds
+            it up. Bytes that arrive slowly are a sign of life. 15 when None.
+        load_state_timeout: the time without any progress after which this peer ends a download of the state.
+        reuse_grad_buffers: accumulate in `.grad` itself, which saves the memory of a second gradient. `zero_grad` then
+            raises a ValueError, and so does a `step` after `model.zero_grad()`. All steps of an epoch have the same
+            weight, whatever their batch size. Mixed precision needs `shoal.GradScaler` in this mode.
+        offload_optimizer: keep the optimizer's parameters and state on the host, and step there. The device keeps the
+            model's parameters and gradients. Needs `params`. As `delay_optimizer_step` when None.
+        delay_optimizer_step: make the optimizer's step in the background. The trainer continues with the old
+            parameters, and a later `step` sets the new ones, at most one epoch late. Needs `offload_optimizer`. As
+            `delay_grad_averaging` when None.
+        delay_grad_averaging: average the gradients in the background, too. Needs `delay_optimizer_step`.
+        delay_state_averaging: with `use_local_updates`, average the state in the background, and keep the changes that
+            the trainer makes meanwhile. If False, `step` waits for the average.
+        average_state_every: average the state at the end of every n-th epoch, for this n: the extra tensors always;
+            the parameters and the statistics in `average_opt_statistics` with `use_local_updates`, or where peers hold
+            different parameters.
+        use_local_updates: every `step` steps the wrapped optimizer with this peer's own gradients. At the end of an
+            epoch, the peers average the state, weighted by samples. The scheduler is still stepped once per epoch.
+        client_mode: this peer does not listen for connections and reduces nothing. As the DHT when None.
+        auxiliary: train nothing, and lend bandwidth to the peers that train. Each `step()` waits for a round, at most
+            for `matchmaking_time`, and joins it.
+        grad_compression: the codec of the gradients in a round; `NoCompression()` when None, as for the two below.
+        grad_averager_factory: a function that makes a `shoal.GradientAverager`, which then accumulates and averages the
+            gradients. The optimizer calls it with the trained parameters and with `dht`, `prefix`, `start=False`, times
+            and more as keywords. It starts the averager when this peer trains.
+        state_averaging_compression: the codec of the state in a round.
+        load_state_compression: the codec of the state that this peer sends to newcomers. Statistics of the optimizer
+            that are not averaged are sent exactly, since no average would make them equal again.
+        average_opt_statistics: names of tensors in the optimizer's state that have the shape of their parameter. They
+            are averaged with the parameters.
+        extra_tensors: tensors that newcomers get beside the parameters and the optimizer's state. Floating-point ones
+            are also averaged. For a model with BatchNorm give `list(model.buffers())`.
+        averager_opts: options of the rounds; None stands for an option's default. `bandwidth`: this peer's, in any unit
+            that all peers share; measured if nobody gives one. `request_timeout`: how long the coordinator may take to
+            answer; 10. `sender_timeout`: the silence after which this peer asks that a member be left out that owes it
+            parts; `next_chunk_timeout`. `reducer_timeout`: the same for a member that owes it averages; twice
+            `sender_timeout`. `allow_state_sharing`: whether newcomers get this peer's state; True. Three options
+            override an argument: `min_matchmaking_time` (`matchmaking_time`), `next_chunk_timeout` and `min_group_size`
+            (`min_peers`). Accepted without effect: `target_group_size` (all peers of a run average together, at most
+            1024), `part_size_bytes`, `min_vector_size`, `declare_state_period`, `daemon`.
+        tracker_opts: the refresh options of `ProgressTracker` and `status_loglevel`.
+        performance_ema_alpha: the weight of the newest measurement in the moving average of samples per second, over 0
+            and at most 1.
+        shutdown_timeout: how long `shutdown` waits.
+        verbose: log each event of the run at INFO.
+        max_grad_norm: scale the averaged gradient down if its norm over all parameters is larger than this. No limit
+            when None.
+        min_peers: no epoch ends with fewer training peers. `step` waits for them, at most for `matchmaking_time`, and
+            then continues to accumulate. A float from 0.0 (excluded) to 1.0 is a share of the peers that contributed to
+            the last epoch. With a share over 0.5, at most one side of a swarm that falls apart continues, and the other
+            waits. A newcomer knows of no last epoch.
+        membership: this peer's membership in a closed run (`run_id="name@key"`), whose owner admits each peer. Give the
+            line that `shoal keys admit` prints, a file with that line, or a function that returns either. A file or a
+            function is read again before the membership expires; a function runs in a thread of its own.
+        kept_state_dir: a folder for the state that this peer leaves when the run has forked. The last such state is
+            there, in a file that `load_kept_state` reads. When None, the state stays in memory, if it takes at most a
+            quarter of the free memory.
+        outer: train as DiLoCo does, see `shoal.DiLoCo`. Every `step` steps the wrapped (inner) optimizer on the model.
+            At the end of an epoch, the peers average their drifts: how far their models have moved. The scheduler is
+            stepped once per inner step if `inner_steps` is given, else once per epoch. `max_grad_norm` limits the
+            average drift, and `grad_compression` is the codec of drifts. The peers share, compare and download the
+            anchor (on the host) and the outer optimizer's state. Each peer keeps the inner optimizer's state for
+            itself; with `offload_optimizer` it is on the host.
+        error_feedback: add what a lossy `grad_compression` has lost of this peer's gradients (or drifts) in earlier
+            rounds, times this factor, to its next ones. Over 0.0 and at most 1.0, which adds all of the loss. It takes
+            memory of the gradients' size, and twice that during a round. None adds nothing. Source: Karimireddy et al.
+            2019, arXiv 1901.09847.
+        cluster: the ranks that together are this peer, see `shoal.Cluster`. All of them make the optimizer with the
+            same arguments, and make every call of it, at once. `batch_size` is that of each rank. Needs `params` and an
+            `optimizer` function. Each rank steps its strands and keeps their optimizer state. With `strands=1`, rank 0
+            steps the whole model and keeps all of the state.
+        metrics_port: the port of 127.0.0.1 on which this peer serves its metrics for Prometheus, at `/metrics`. 0 takes
+            any free port, see the attribute `metrics_port`. None serves none.
 
     Attributes:
-        batch_size_per_step: as given; may be set before a step.
-        on_event: called in the trainer's thread, from `step`, with an `EpochReport`, `DownloadReport` or
-            `ReachabilityReport`, if it is not None.
+        dht: as given.
+        run_id: as given.
+        target_batch_size: as given.
+        use_local_updates: as given.
+        reuse_grad_buffers: as given.
+        auxiliary: as given.
+        client_mode: as given; never None.
+        batch_size_per_step: as given; you may set it before a step.
+        on_event: None, or a function that this optimizer calls with each `EpochReport`, `DownloadReport`, `ForkReport`
+            and `ReachabilityReport`. The call is made in the trainer's thread, within `step` and other methods.
         tracker: the run's progress, see `RunProgress`.
-        metrics_port: the port in use; None without.
-        optimizer: the wrapped optimizer; with `outer`, the inner one.
-        outer_optimizer: the one that steps the anchor; None without `outer`.
+        metrics_port: the port in use; None if metrics are not served.
+        optimizer: the wrapped optimizer; with `outer`, the inner optimizer.
+        outer_optimizer: the optimizer that steps the anchor; None without `outer`.
+        scheduler: the scheduler that is stepped with the optimizer, or None.
 
     Raises:
-        ValueError: for arguments that make no sense, alone or together.
+        ValueError: if an argument makes no sense, alone or together with another.
+        TypeError: if `dht` is missing.
+        AveragingError: if the run refuses this peer, with the name of the option or tensor that differs.
         OSError: if `metrics_port` is taken.
-        ClusterError: if a rank of the cluster is lost, or rank 0 has raised an error.
+        ClusterError: if a rank of the cluster is lost, or if rank 0 raises an error.
     """
 
     def __init__(
@@ -251,10 +273,10 @@ class Optimizer(torch.optim.Optimizer):
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
-        self._trainer = threading.RLock()  # held by the thread that is in one of the trainer's methods
+        self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
         extras = list(extra_tensors)
         self._speaker: Speaker | None = None
-        self._ranks = 1  # of this peer
+        self._ranks = 1  # the number of ranks of this peer
         if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
             return self._make(optimizer, params, scheduler, extras, refresh)
         self._ranks = cluster.size
@@ -262,14 +284,14 @@ class Optimizer(torch.optim.Optimizer):
         whole = speaker.whole.params
         try:
             speaker.lead("shoal.Optimizer", lambda _: self._make(optimizer, whole, scheduler, extras, refresh))
-        except BaseException:  # Ctrl-C, too: nobody waits for an optimizer that was not made
+        except BaseException:  # Ctrl-C, too: the other ranks must not wait for an optimizer that was not made
             speaker.gang.leave()
             if speaker.state is not None:
                 self.shutdown()
             raise
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        """At ranks of a cluster other than 0, a `Follower`."""
+        """Make a `Follower` at every rank of a cluster but rank 0."""
         cluster = given.get("cluster")
         if not isinstance(cluster, Cluster) or not cluster.rank:
             return super().__new__(cls)
@@ -289,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Join the run."""
         settings, dht = self._settings, self.dht
-        self._host: HostCopy | None = None  # on which `optimizer` steps, if it does not step the model
+        self._host: HostCopy | None = None  # the copy that `optimizer` steps, if it does not step the model itself
         self.outer_optimizer: torch.optim.Optimizer | None = None
         strands = None if self._speaker is None else self._speaker.strands
         places = {"on_host": settings.offload_optimizer, "in_cluster": self._speaker is not None}
@@ -304,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
         self.optimizer, self.scheduler, self._host = inner
         wrapped = self.optimizer
         wraps(self, wrapped)
-        scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's own scaler comes to `step`, which refuses it
+        scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's scaler passes itself to `step`, which refuses it
         super().__init__([dict(group) for group in self._groups()], wrapped.defaults)
         self.param_groups, self.state = self._groups(), wrapped.state
         self._ready = True
@@ -348,7 +370,7 @@ class Optimizer(torch.optim.Optimizer):
                 run.start()
             else:
                 run.start(self._epoch.donor)
-        except BaseException:  # nobody listens for a peer that is not there
+        except BaseException:  # Ctrl-C, too: a peer that was not made serves neither metrics nor strands
             self._close_metrics()
             if isinstance(replica, StrandReplica):
                 replica.states.stop()
@@ -364,7 +386,7 @@ class Optimizer(torch.optim.Optimizer):
             self._speaker.state = lambda: (self._epoch.applied, self.param_groups)
 
     def _lead(self, call: str, act: Callable[[], T], collect: Callable[[], object] | None = None) -> T:
-        """Do that for all ranks of the cluster, if there is one and this rank has not left it."""
+        """Do `act` as a call of all ranks of the cluster, if there is one and this rank has not left it."""
         if self._speaker is None or self._closed:
             return act()
         return self._speaker.lead(call, lambda _: act(), collect=collect)
@@ -373,13 +395,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def local_epoch(self) -> int:
-        """How many epochs the model's parameters have behind them. While the end of an epoch is computed in the
-        background, the optimizer's own copy may be one further."""
+        """The number of epochs that the model's parameters have behind them. While the background computes the end of
+        an epoch, the optimizer's own copy of the parameters may be one epoch ahead."""
         return self._epoch.applied.epoch
 
     @property
     def local_progress(self) -> LocalProgress:
-        """This peer's part of the epoch."""
+        """This peer's own samples in this epoch, and its speed."""
         return self.tracker.local_progress
 
     def is_synchronized_with_peers(self) -> bool:
@@ -387,15 +409,16 @@ class Optimizer(torch.optim.Optimizer):
         return self.local_epoch >= self.tracker.global_epoch - 1
 
     def is_alive(self) -> bool:
-        """Whether it is in the run: `shutdown` was called neither here nor on the DHT."""
+        """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
+        lost."""
         return not self._closed and self.dht.is_alive() and (self._speaker is None or self._speaker.gang.is_whole)
 
     def report(self, *, loss: float | torch.Tensor) -> None:
-        """Tell whoever watches the run (`shoal top`, `shoal monitor`, `metrics_port`) the loss of a batch. The mean of
-        those that were reported is published every 10 s; nothing is decided by it.
+        """Report the loss of a batch, which `shoal top`, `shoal monitor` and `metrics_port` show. Every 10 s this peer
+        publishes the mean of the losses reported since. They have no effect on training.
 
         Args:
-            loss: a number, or a tensor with one element, which waits for its device.
+            loss: a number, or a tensor with one element; a tensor on a device makes this call wait for the device.
         """
         self._vitals.report(float(loss.item() if isinstance(loss, torch.Tensor) else loss))
 
@@ -408,22 +431,27 @@ class Optimizer(torch.optim.Optimizer):
     ) -> torch.Tensor | None:
         """Add the gradients in `.grad` to this epoch, and end the epoch if the peers have enough samples.
 
-        Args:
-            closure: evaluated first, with gradients enabled; its result is returned.
-            batch_size: samples over which `.grad` is the mean; `batch_size_per_step` by default. With 0, `step` ignores
-                `.grad`, and this peer joins the round if one is due.
-            grad_scaler: the scaler of the loss: the gradients are unscaled, and not used if they overflowed.
+        If no parameter has a gradient, the samples do not count, and one WARNING says so. If the background has raised
+        an error since the last call, this call raises it.
 
-        Where no parameter has a gradient, the samples do not count, and a WARNING says so once.
+        Args:
+            closure: a function that computes the loss and the gradients. `step` calls it first, with gradients enabled.
+            batch_size: the number of samples over which `.grad` is the mean; `batch_size_per_step` when None. With 0,
+                `step` ignores `.grad`, and this peer joins the round if one is due.
+            grad_scaler: the scaler of the loss. `step` unscales the gradients, and drops them if they overflowed. Not
+                with a cluster.
+
+        Returns:
+            What the closure returns; None without a closure.
 
         Raises:
-            AveragingError: if the run refuses this peer, with the argument that differs. Other errors of the network
-                are logged and dealt with.
-            ValueError: if the model's parameters were replaced, converted or moved since the optimizer was made, if a
-                wrapper for several ranks holds them, or if gradients that are accumulated in `.grad` were cleared.
-            RuntimeError: if another thread is in `step`, and after a `shutdown` of this optimizer or of its DHT.
-
-        An error that was raised in the background since the last call is raised, too.
+            AveragingError: if the run refuses this peer, with the name of the option that differs. Other errors of the
+                network are logged, and this peer continues.
+            ValueError: for arguments that make no sense; if the model's parameters were replaced, converted or moved
+                since the optimizer was made; if a wrapper for several ranks holds them; or if gradients that are
+                accumulated in `.grad` were cleared.
+            RuntimeError: if another thread is in this optimizer, or after a `shutdown` of it or of its DHT.
+            ClusterError: in a cluster, if a rank is lost or has raised an error.
         """
         with self._in_trainer("step"):
             if self._closed:
@@ -449,7 +477,7 @@ class Optimizer(torch.optim.Optimizer):
             def prepare() -> int:
                 self._look()
                 samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
-                if closure is not None:  # before the others' samples are asked for: their closures take as long
+                if closure is not None:  # before this rank waits for the others, whose closures take as long
                     with torch.enable_grad():
                         losses.append(closure())
                 return samples
@@ -464,9 +492,9 @@ class Optimizer(torch.optim.Optimizer):
             return losses[0] if losses else None
 
     def _look(self) -> None:
-        """Look what has happened to the DHT and to the members since the last step."""
+        """Check the DHT, and tell the user which members this peer reaches, if that has changed since the last step."""
         self._check_dht()
-        reports = self._run.swarm.contacts.reports  # which members this peer reaches, where that has changed
+        reports = self._run.swarm.contacts.reports  # one for each change of the members that this peer reaches
         while reports:
             found = reports.popleft()
             self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
@@ -489,10 +517,13 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the parameters' `.grad`, as torch does. What `step` has accumulated stays.
+        """Clear the parameters' `.grad`, as torch does. The gradients that `step` has accumulated stay.
+
+        Args:
+            set_to_none: set each `.grad` to None; if False, to zeros.
 
         Raises:
-            ValueError: with `reuse_grad_buffers`, where it would not stay.
+            ValueError: with `reuse_grad_buffers`, which accumulates in `.grad`.
         """
         if self.reuse_grad_buffers:
             raise ValueError("reuse_grad_buffers=True accumulates in .grad: do not call zero_grad, which would lose it")
@@ -506,14 +537,16 @@ class Optimizer(torch.optim.Optimizer):
         """Download the state that most peers hold, and continue from it.
 
         Args:
-            timeout: seconds; `load_state_timeout` by default.
+            timeout: the time in seconds without any progress after which the download ends; `load_state_timeout` when
+                None.
 
         Returns:
-            Whether that was done. It is not if there is nobody to ask, or if the peers' state has fewer samples behind
-            it.
+            Whether this peer took over a state. It did not if there was nobody to ask, or if the peers' state has fewer
+            samples behind it than this peer's.
 
         Raises:
-            AveragingError: with each donor and its reason, if nobody could send it; then nothing has changed.
+            AveragingError: if no peer could send the state, with the reason of each. Then nothing has changed.
+            ValueError: for a `timeout` that makes no sense.
         """
         timeout = self._settings.load_state_timeout if timeout is None else timeout
 
@@ -526,18 +559,21 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def tip(self) -> str:
-        """The name of the state of the model's parameters in the run: `<epoch>:<samples behind it>:<lineage, 64 hex
-        digits>`. Peers of one tip have one state. `shoal keys pin` takes it."""
+        """The name of the state that the model's parameters are, as `<epoch>:<samples behind it>:<lineage, 64 hex
+        digits>`. Peers with the same tip have the same state. `shoal keys pin` takes a tip."""
         return str(self._epoch.applied)
 
     def load_kept_state(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a state that a peer has left where the run had forked, and kept in `kept_state_dir`. In a run
-        where others hold a state that outranks it, the next `step` downloads that, unless the owner has pinned this
-        one.
+        """Continue from a state that a peer left when the run forked, and kept in `kept_state_dir`. If other peers hold
+        a state that outranks it, the next `step` downloads that one, unless the owner has pinned this one.
+
+        Args:
+            path: the file.
 
         Raises:
             OSError: if there is no such file.
-            ValueError: if it is no such state, or does not fit this model; then nothing has changed.
+            ValueError: if the file has no such state, if the state does not fit this model, or if ranks carry strands.
+                Then nothing has changed.
         """
 
         def load() -> None:
@@ -550,16 +586,19 @@ class Optimizer(torch.optim.Optimizer):
             self._lead("load_kept_state", load)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state dict, with the epoch (`["state"]["local_epoch"]`), the run's lineage and the
-        scheduler beside it, and what an averager of `grad_averager_factory` carries from epoch to epoch; all plain data
-        and tensors. A step in the background is waited for and applied first, so that the model's parameters belong to
-        the dict. Gradients of an epoch that has not ended are not in it.
+        """The state of this peer's training, as plain data and tensors.
 
-        Of a cluster, rank 0 has the state; where its ranks carry strands, all of them call this at once.
+        It is the wrapped optimizer's state dict with the epoch (`["state"]["local_epoch"]`), the run's lineage, the
+        scheduler's state, and what an averager of `grad_averager_factory` carries from epoch to epoch. This call waits
+        for a step in the background and applies it, so that the dict belongs to the model's parameters. The dict has no
+        gradients of an epoch that has not ended.
 
-        In the modes without delays, a run of several peers continues from it bit for bit if each peer has the identity
-        that it had (`DHT(identity_path=…)`), since gradients are summed in the order of the peers' keys; otherwise to
-        rounding.
+        In a cluster, rank 0 returns the state. If ranks carry strands, or in a mode in which rounds or steps run in the
+        background, all ranks make this call at once.
+
+        In the modes without delays, a run of several peers continues from these dicts bit for bit, if each peer keeps
+        its identity (`DHT(identity_path=…)`): gradients are summed in the order of the peers' keys. With other
+        identities it continues to rounding.
         """
         with self._in_trainer("state_dict"):
             has_strands = isinstance(self._replica, StrandReplica)
@@ -568,13 +607,16 @@ class Optimizer(torch.optim.Optimizer):
             return self._lead("state_dict", self._epoch.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state dict of this class, or of the wrapped optimizer's (then at the present epoch). Load the
-        model's parameters first. The dict is copied. Without an averager's state in it, the averager begins as in a new
-        run. After `shutdown`, the wrapped optimizer's state and the epoch become those of the dict, for no run.
+        """Continue from a state dict. Load the model's parameters first.
+
+        After `shutdown`, this sets the wrapped optimizer's state and the epoch, and no run hears of it.
+
+        Args:
+            state_dict: from this class, or from the wrapped optimizer; with the latter, the epoch stays. It is copied.
+                If it has no averager's state, the averager of `grad_averager_factory` begins as in a new run.
 
         Raises:
-            ValueError: if it is of other parameter groups, as the wrapped optimizer does, or has the state of another
-                averager.
+            ValueError: if the dict has other parameter groups, or the state of another averager.
         """
 
         def load() -> None:
@@ -591,15 +633,15 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def strand_state(self) -> StrandState:
-        """The state for `torch.distributed.checkpoint`, to which each rank of a cluster gives its own strands:
+        """The state for `torch.distributed.checkpoint`. Each rank of a cluster saves and loads its own strands.
 
         >>> state = {"model": get_model_state_dict(model), "optimizer": optimizer.strand_state()}
         >>> dcp.save(state, checkpoint_id=path)
         >>> dcp.load(state, checkpoint_id=path)
 
-        All ranks make these calls at once. A cluster of any number of ranks loads it that has as many strands; one that
-        has others gets torch's error, and nothing has changed. Otherwise as `state_dict`. With `outer`, load the
-        model's parameters in the same call, or before.
+        All ranks make these calls at once. Any cluster with the same number of strands loads the checkpoint, whatever
+        its number of ranks. With another number of strands, torch raises an error, and nothing has changed. Everything
+        else is as in `state_dict`. With `outer`, load the model's parameters in the same call, or before.
 
         Raises:
             ValueError: if this optimizer has no strands.
@@ -636,7 +678,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: all peers must have the same parameters from the beginning."""
+        """Not possible: all peers must have the same parameters from the beginning.
+
+        Raises:
+            ValueError: always.
+        """
         if self._ready:
             raise ValueError("the parameters of a run are fixed: give all groups when making the optimizer")
         super().add_param_group(param_group)
@@ -652,12 +698,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state_averager(self) -> Optimizer:
-        """The object that averages the state, has the epoch and serves newcomers: this optimizer."""
+        """This optimizer: it averages the state, has the epoch and serves newcomers."""
         return self
 
     @property
     def grad_averager(self) -> Optimizer | GradientAverager | None:
-        """The object that averages gradients: the result of `grad_averager_factory`, or this optimizer; None with local
+        """What averages gradients: the averager of `grad_averager_factory`, or this optimizer; None with local
         updates."""
         if isinstance(self._gradients, AveragerGradients):
             return self._gradients.averager
@@ -667,7 +713,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _in_trainer(self, method: str) -> Iterator[None]:
-        """Within, no other thread may call a method of the trainer's."""
+        """Within, no other thread may call a method that is for the trainer.
+
+        Raises:
+            RuntimeError: if another thread is in one.
+        """
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
         try:
@@ -689,7 +739,7 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def _collect(self) -> Metrics:
-        """This peer's metrics now; none any more if it has left."""
+        """This peer's present metrics; none if it has left the run."""
         try:
             health = self._run.call(self._vitals.health)
         except AveragingError:
@@ -708,15 +758,16 @@ class Optimizer(torch.optim.Optimizer):
             self.on_event(event)
 
     def finish(self) -> None:
-        """Leave the run at the end of training, when all peers end at the same epoch. A peer that has missed the last
-        rounds would find nobody to download from, and make the last epochs alone. So this one stays until no connected
-        peer is behind its epoch, serves its state, and begins no round. It leaves at once if nobody is behind, and when
-        the run goes on without it.
+        """Leave the run at the end of training, when all peers end at the same epoch.
 
-        It stays for `averaging_timeout` after the last of the others has caught up, left or asked for the state, and
-        for `load_state_timeout` in all, at most. A round in the background is waited for. Otherwise as `shutdown`.
+        If all left at once, a peer that has missed the last rounds would find nobody to download from, and would make
+        the last epochs alone. So this peer stays until no connected peer is behind its epoch. Meanwhile it serves its
+        state and begins no round. It leaves at once if nobody is behind, and as soon as the run continues without it.
+        It stays at most `averaging_timeout` after the last time that another peer caught up, left or asked for the
+        state, and at most `load_state_timeout` in all.
 
-        An error that was raised in the background since the last call is raised, once the run is left.
+        This call waits for a round in the background. If the background has raised an error since the last call, this
+        call raises it after it has left the run. Everything else is as in `shutdown`.
         """
         try:
             with self._in_trainer("finish"):
@@ -735,19 +786,20 @@ class Optimizer(torch.optim.Optimizer):
             self.shutdown()
 
     def _stay(self) -> None:
-        """Take the last result, and stay for those who are behind."""
+        """Take the last result, and stay for the peers that are behind."""
         self._epoch.take_result(wait=True)
         replica, timeouts = self._replica, (self._settings.averaging_timeout, self._settings.load_state_timeout)
         served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
         self._run.wait_for_those_behind(*timeouts, served_at)
 
     def shutdown(self) -> None:
-        """Leave the run now; the parameters and the DHT stay usable. A round in the background ends without a result,
-        and a step in the background is waited for and applied. Calling it again does nothing."""
+        """Leave the run now. The parameters and the DHT stay usable. A round in the background ends without a result.
+        A step in the background is applied when it is done; this call waits for it, at most for `shutdown_timeout`.
+        A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        if self._speaker is not None and self._speaker.state is not None:  # else the others are told why in a moment
+        if self._speaker is not None and self._speaker.state is not None:  # else the constructor tells the others why
             self._speaker.gang.leave()
         timeout = self._settings.shutdown_timeout
         self._close_metrics()

@@ -1,4 +1,4 @@
-"""Where the parameters of the model that is trained live, and what modules and users do to them there."""
+"""Where the parameters of the trained model are, and how this changes when modules or users replace or move them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ them is slow. (DTensors, as with FSDP2, are refused when the optimizer is made, 
 
 
 class Placement:
-    """The places of the model's parameters, and of the extra tensors that are shared with them.
+    """The places of the model's parameters and of the extra tensors.
 
-    Other code may change them after the optimizer was made. `parameter.data = …`, `model.to(memory_format=…)` and the
-    like give a parameter other memory; `module.weight = nn.Parameter(…)` gives a module another parameter. Nothing
-    reports such changes, so `Optimizer` looks for them once an epoch.
+    Other code may change these places after the optimizer was made. `parameter.data = …`, `model.to(memory_format=…)`
+    and the like give a parameter other memory. `module.weight = nn.Parameter(…)` gives a module another parameter.
+    Nothing reports such changes, so `Optimizer` looks for them once an epoch.
 
-    As long as it lives, `load_state_dict(assign=True)` copies the values into these tensors instead of replacing them.
+    As long as this object exists, `load_state_dict(assign=True)` copies values into these tensors, and does not replace
+    the tensors.
 
     Args:
-        parameters: of the model.
-        memory: their flat memory.
-        extras: the `extra_tensors` of `Optimizer`; they are not in flat memory.
-        names: of the parameters, as the user gave them; empty without names.
-        copied: whether the optimizer steps copies of the parameters. Then only the user writes to these in place.
+        parameters: the model's parameters.
+        memory: the flat memory of the parameters.
+        extras: the `extra_tensors` of `Optimizer`, which are not in flat memory.
+        names: the names that the user gave to the parameters; empty without names.
+        copied: whether the optimizer steps copies of the parameters. Then only the user writes to the parameters
+            themselves.
 
     Attributes:
-        unshared: classes of layers that keep running statistics which are not among `extra_tensors`, each with the
-            number of its layers.
+        unshared: the classes of layers whose running statistics are not in `extra_tensors`, with the number of such
+            layers.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Placement:
         self.unshared = Counter(type(layer).__name__ for layer, mean in means if mean.data_ptr() not in shared)
 
     def name_of(self, what: int | Tensor) -> str:
-        """The name of a parameter in messages; of one of the parameters and extra tensors, given its number."""
+        """The name of a parameter or extra tensor in messages, given the parameter, or the number of either."""
         index = list(map(id, self._parameters)).index(id(what)) if isinstance(what, Tensor) else what
         count = len(self._parameters)
         number = f"parameter {index}" if index < count else f"extra tensor {index - count}"
@@ -69,7 +71,7 @@ class Placement:
         return number if name is None else f"{number} ({name})"
 
     def check(self) -> None:
-        """Look whether the model still computes with these parameters.
+        """Check that the model still computes with these parameters.
 
         Raises:
             ValueError: with the name of a parameter that a module has replaced, or that has another dtype, device or
@@ -86,15 +88,14 @@ class Placement:
                 )
 
     def refuse_ranks(self, cluster: int = 1) -> None:
-        """Look for wrappers that communicate with other ranks. Each rank would be a peer, and a rank that waits in a
-        round for one that waits in the backward pass would wait forever.
+        """Refuse a model in a wrapper that communicates with other ranks. Each rank would be a peer. Then one rank
+        could wait in a round while another waits in the backward pass, and both would wait forever.
 
         Args:
-            cluster: how many ranks are this peer.
+            cluster: the number of ranks of this peer. A cluster may have a DistributedDataParallel of all its ranks.
 
         Raises:
-            ValueError: if a wrapper of several ranks holds one of the parameters: with a cluster, one of other ranks,
-                or one that shards parameters without saying so (FullyShardedDataParallel).
+            ValueError: if another wrapper of several ranks holds one of the parameters.
         """
         if not (distributed.is_available() and distributed.is_initialized()) or self._wrapped() is None:
             return
@@ -115,10 +116,11 @@ class Placement:
             )
 
     def _wrapped(self) -> tuple[str, int, int] | None:
-        """The class of such a wrapper, the number of its ranks, and the number of a parameter that it holds."""
+        """The class of a wrapper of several ranks, the number of its ranks, and the number of a parameter that it
+        holds; None if there is no such wrapper."""
         indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         for module in living_modules(_OF_SEVERAL_RANKS):
-            group: Any = module.__dict__.get("process_group")  # none yet, if another thread is making it
+            group: Any = module.__dict__.get("process_group")  # None if another thread is just making the module
             held = [indices[id(parameter)] for parameter in module.parameters() if id(parameter) in indices]
             if held and group is not None and group.size() > 1:
                 return type(module).__name__, group.size(), held[0]
@@ -126,13 +128,14 @@ class Placement:
 
     @torch.no_grad()
     def take_over(self) -> bool:
-        """Copy parameters that were given other memory into the flat memory, and make them views of it again.
+        """Copy the parameters that other code has moved to other memory into the flat memory, and make them views of it
+        again.
 
         Returns:
             Whether the flat memory may hold other values than before.
 
         Raises:
-            ValueError: as `check`; then nothing has changed.
+            ValueError: as `check`. Then nothing has changed.
         """
         self.check()
         addresses = list(map(_address_of, self._parameters))
@@ -148,7 +151,7 @@ class Placement:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the parameters views of the flat memory again, which has newer values than they have."""
+        """Make the parameters views of the flat memory again. Its values are newer than theirs, and stay."""
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if parameter.data_ptr() != view.data_ptr() and _is_alike(parameter, view):
                 if not torch.equal(parameter, view):
@@ -164,7 +167,12 @@ class Placement:
 
 
 def check_places(places: Places, name_of: Callable[[int], str], trainer: str) -> None:
-    """Look whether modules still compute with the tensors that an optimizer or averager (`trainer`) trains.
+    """Check that modules still compute with the tensors that an optimizer or averager trains.
+
+    Args:
+        places: the places of the tensors.
+        name_of: returns the name of a tensor, given its number.
+        trainer: "optimizer" or "averager", for the message.
 
     Raises:
         ValueError: with the name of a tensor that a module has replaced.

@@ -1,4 +1,4 @@
-"""Averaging gradients as products of two thin matrices (PowerSGD)."""
+"""Averages gradients as products of two thin matrices (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -32,22 +32,29 @@ class PowerSGDGradientAverager(GradientAverager):
     """A `GradientAverager` that sends two thin matrices instead of each large gradient M: (rows + columns) * rank
     numbers instead of rows * columns.
 
-    Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD (arXiv 1905.13727). A step is two rounds of one group. In the
-    first round the members average P = M Q, where Q is the result of the last step; each makes the columns of the
-    average orthonormal. In the second round they average Q = M^T P; the result is P Q^T. A member adds the part of its
-    gradient that is lost by this, M - P (M^T P)^T, to its next gradient (error feedback).
+    A step is two rounds of one group. In the first round the members average P = M Q, where Q is the result of the last
+    step. Each member then makes the columns of the averaged P orthonormal. In the second round they average Q = M^T P.
+    The averaged gradient is P Q^T. Each member adds the part of its gradient that this loses, M - P (M^T P)^T, to its
+    next gradient (error feedback).
 
-    A step that fails in either round leaves nothing behind: error feedback, Q and the gradients change when both rounds
-    have succeeded. The result is the same bits on all members that compute alike (instruction set, torch, threads).
+    If either round fails, nothing changes: error feedback, Q and the averaged gradients change only when both rounds
+    have succeeded. The result has the same bits on all members that compute alike (instruction set, torch, threads).
+
+    Source: Vogels, Karimireddy and Jaggi 2019, PowerSGD, arXiv 1905.13727.
 
     Args:
-        parameters: see `GradientAverager`, as for all arguments that are not described here.
-        averager_rank: the number of columns of P and Q.
-        min_compression_ratio: tensors of which less than this fraction would be saved, and those with less than two
-            dimensions, are averaged as they are.
+        parameters: the parameters of the model, see `GradientAverager`. There you also find the arguments that are not
+            described here.
+        averager_rank: the number of columns of P and Q, at least 1.
+        min_compression_ratio: the fraction of a tensor's elements that compression must save. Tensors that save less,
+            and those with fewer than two dimensions, are averaged as they are.
+
+    Attributes:
+        rank: `averager_rank`.
+        min_compression_ratio: as given.
 
     Raises:
-        ValueError: as `GradientAverager`, and for a rank that is not at least 1.
+        ValueError: as `GradientAverager`, or if `averager_rank` is less than 1.
     """
 
     def __init__(
@@ -85,7 +92,7 @@ class PowerSGDGradientAverager(GradientAverager):
         wanted = [bool(g.dim() > 1 and part >= min_compression_ratio) for g, part in zip(gradients, saved, strict=True)]
         self._compressed, self._plain = ([n for n, one in enumerate(wanted) if one is yes] for yes in (True, False))
         self._shapes = [shapes[index] for index in self._compressed]
-        # The P and the Q of each gradient.
+        # Shapes of P and of Q of each compressed gradient.
         lefts, rights = (
             [torch.empty(s[side], min(self.rank, *s), dtype=torch.float32, device="meta") for s in self._shapes]
             for side in (0, 1)
@@ -104,17 +111,24 @@ class PowerSGDGradientAverager(GradientAverager):
         return super().agreed_options() | own
 
     def state_dict(self) -> dict[str, Any]:
-        """What is carried from one step to the next: "q", equal at all members of the last step, and "errors", this
-        peer's own; a float32 matrix on the CPU for each compressed gradient. Waits for a step that is under way."""
+        """What this averager carries from one step to the next. This call waits for a step that is under way.
+
+        Returns:
+            "q", equal at all members of the last step, and "errors", this peer's own. Each is a list of float32
+            matrices on the CPU, one for each compressed gradient.
+        """
         with self.lock_averaged_tensors:
             return {"q": list(self._qs), "errors": list(self._errors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a copy of what `state_dict` returned; from {} as if no step had been made. Peers that continue
-        from different steps have different Qs, and agree on new ones, as with a newcomer.
+        """Continue from what `state_dict` returned; with {}, as if no step had been made. Peers that continue from
+        different steps have different Qs. They then begin with new Qs, as they do when a newcomer joins.
+
+        Args:
+            state_dict: from an averager of the same gradients and rank. It is copied.
 
         Raises:
-            ValueError: if it is of other gradients, or of another rank; then nothing has changed.
+            ValueError: if it is of other gradients, or of another rank. Then nothing has changed.
         """
         with self.lock_averaged_tensors:
             if not state_dict:
@@ -146,15 +160,15 @@ class PowerSGDGradientAverager(GradientAverager):
                 begin, mine = swarm.peer.participant.begin, self._joining
                 if begin is None:
                     return
-                # All members are in the second run before any sends its part in the first. So no member ends the first,
-                # and begins the second, without a member that is only slower.
+                # Each member joins the second run before it sends its part in the first. So no member can end the first
+                # run and begin the second without a slower member.
                 second = await runs.enter_async_context(self._second_run(begin))
                 matrices: Tensors = []
-                products = self._left.inputs.views()  # of an auxiliary peer, which brings nothing
+                products = self._left.inputs.views()  # an auxiliary peer brings nothing, and keeps these
                 if not self.auxiliary:
                     await self._read()
                     matrices, products = await asyncio.to_thread(self._lefts, self._common_qs(begin))
-                if mine is not None and self._joining is mine:  # else that round is over
+                if mine is not None and self._joining is mine:  # otherwise that round is over
                     step.run, step.matrices = second, matrices
                     _copy(self._left.inputs.views(), products)
 
@@ -165,7 +179,7 @@ class PowerSGDGradientAverager(GradientAverager):
                 missed = "the first half of the step went on without this peer"
                 raise AveragingError(missed) if control.tip is None else Behind(missed)
             if not self.auxiliary:
-                # Orthonormal bases of the column spaces, with more columns where columns depend on each other.
+                # Orthonormal bases of the column spaces. If columns depend on each other, QR adds other directions.
                 step.bases = await asyncio.to_thread(lambda: [torch.linalg.qr(p).Q for p in self._left.outputs.views()])
 
             async def begin_right() -> None:
@@ -184,12 +198,12 @@ class PowerSGDGradientAverager(GradientAverager):
             return outcome
 
     def _second_run(self, begin: Begin) -> contextlib.AbstractAsyncContextManager[Swarm]:
-        """The run in which the members of a round make another."""
+        """The run of the second round, whose members are those of the first."""
         rules = dataclasses.replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
         return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Directory(), rules, members=begin.members)
 
     def _common_qs(self, begin: Begin) -> Tensors:
-        """The Qs of the last step, if all members have the same; otherwise new ones that all make alike."""
+        """The Qs of the last step, if all members have the same; otherwise new ones, which are equal at all members."""
         pairs = zip(begin.members, begin.states, strict=True)
         states = {state for member, state in pairs if member.contributes}
         return self._qs if len(states) == 1 else self._random(begin.round)
@@ -228,8 +242,8 @@ class _Step:
     """A step between its two rounds.
 
     Attributes:
-        run: of the second round; None before the first has begun.
-        matrices: this peer's gradients, plus the errors of its last step.
+        run: the run of the second round; None before the first round has begun.
+        matrices: this peer's gradients plus the errors of its last step.
         bases: the averaged Ps, with orthonormal columns.
     """
 
@@ -243,7 +257,8 @@ class _Step:
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of the matrix that stands for a tensor: its dimensions, split where their sum is smallest."""
+    """Rows and columns of the matrix that stands for a tensor. The dimensions are split into two groups, so that the
+    sum of rows and columns is smallest."""
     splits = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, max(2, len(shape)))]
     return min(splits, key=sum)
 

@@ -1,4 +1,5 @@
-"""How far the peers of a run have come in the current epoch, as the trainer's thread asks and tells it."""
+"""The progress of the peers of a run in the current epoch: the trainer's thread reports this peer's, and asks for
+that of all."""
 
 from __future__ import annotations
 
@@ -29,27 +30,27 @@ from shoal.swarm.swarm import Swarm
 
 log = logging.getLogger(__name__)
 
-SHORTEST_WAIT = 0.02  # seconds until a peer that was told to wait asks again, at least
-TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept, to be sent as one,
-SOON = 4 * TOGETHER  # unless the target will be reached within these: then the others have to know
-STEPS_OF_WAITING = 3  # of its own that a peer waits at the end of an epoch at most, or `matchmaking_time`
-RECENT = 5  # steps whose median predicts the next one: the first steps of a run are slower than those to come
+SHORTEST_WAIT = 0.02  # the shortest time in seconds until a peer that was told to wait asks again
+TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept back, to be sent as one
+SOON = 4 * TOGETHER  # no report is kept back if the target will be reached within so many seconds
+STEPS_OF_WAITING = 3  # at the end of an epoch, a peer waits for at most so many of its steps, or `matchmaking_time`
+RECENT = 5  # the median of so many steps predicts the next one: the first steps of a run are slower than later ones
 
-# Options of hivemind's tracker that have no effect here: a peer counts while it is connected, the DHT's identity signs,
-# and no thread or process is started.
+# Options of hivemind's tracker that have no effect here. A peer counts while it is connected, the DHT's identity signs
+# records, and the tracker starts no thread or process.
 WITHOUT_USE = ("metadata_expiration", "private_key", "daemon")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalProgress:
-    """This peer's part of the epoch.
+    """The progress of this peer in the current epoch.
 
     Attributes:
-        peer_id: of this peer.
+        peer_id: this peer.
         epoch: the number of the epoch.
-        samples_accumulated: since it began; inner steps, with DiLoCo(inner_steps=…).
-        samples_per_second: a moving average.
-        client_mode: whether it can't be dialled.
+        samples_accumulated: the samples since the epoch began; with `DiLoCo(inner_steps=…)`, the inner steps.
+        samples_per_second: a moving average of this peer's speed.
+        client_mode: whether this peer does not listen for connections.
     """
 
     peer_id: PeerID
@@ -65,12 +66,13 @@ class GlobalProgress:
 
     Attributes:
         epoch: the number of the epoch.
-        samples_accumulated: by all peers; inner steps, with DiLoCo(inner_steps=…).
-        target_batch_size: at which the epoch ends, in the same.
+        samples_accumulated: the samples of all peers in this epoch; with `DiLoCo(inner_steps=…)`, the inner steps.
+        target_batch_size: the number of samples (or inner steps) at which the epoch ends.
         num_peers: the number of peers that have reported in this epoch.
-        num_clients: the number of members of the run that can't be dialled, and that this peer trains with, directly or
-            through others; includes this peer if it is one.
-        eta_next_epoch: when the target will be reached, in seconds of `get_dht_time()`; an estimate.
+        num_clients: the number of members in client mode with which this peer trains, directly or through others. It
+            includes this peer, if it is in client mode.
+        eta_next_epoch: an estimate of the time at which the epoch ends, in seconds of `get_dht_time()`; infinity if it
+            is unknown.
     """
 
     epoch: int
@@ -82,17 +84,24 @@ class GlobalProgress:
 
 
 class PerformanceEMA:
-    """Samples per second: an exponential moving average of the time per sample, corrected for its start at 0 as in Adam
-    (Kingma and Ba 2014, section 3).
+    """Measures samples per second, as an exponential moving average of the seconds per sample.
+
+    The average starts at 0 and is corrected for that as in Adam (Kingma and Ba 2014, arXiv 1412.6980, section 3).
 
     Args:
-        alpha: weight of the newest interval, over 0 and at most 1.
+        alpha: the weight of the newest interval, over 0 and at most 1.
         eps: the smallest number of seconds per sample, over 0.
         paused: begin with a paused clock, see `pause`.
 
     Attributes:
+        alpha: as given.
+        eps: as given.
+        paused: whether the clock is paused.
         ema_seconds_per_sample: the average before the correction.
-        num_updates: the number of intervals in it.
+        num_updates: the number of intervals in the average.
+
+    Raises:
+        ValueError: for an `alpha` or `eps` out of range.
     """
 
     def __init__(self, alpha: float = 0.1, eps: float = 1e-20, paused: bool = False) -> None:
@@ -105,19 +114,23 @@ class PerformanceEMA:
 
     @property
     def samples_per_second(self) -> float:
-        """The average; 0 before the first sample."""
+        """The average speed; 0 before the first sample."""
         if not self.num_updates:
             return 0.0
         return 1 / max(self.ema_seconds_per_sample / (1 - (1 - self.alpha) ** self.num_updates), self.eps)
 
     def update(self, task_size: float, interval: float | None = None) -> float:
-        """Count `task_size` samples that took `interval` seconds (None: since the last call or `reset_timer`).
+        """Count samples and the time that they took.
+
+        Args:
+            task_size: the number of samples, over 0.
+            interval: the time in seconds. None: the time since the last call of this method or of `reset_timer`.
 
         Returns:
-            The samples per second.
+            The average number of samples per second.
 
         Raises:
-            ValueError: without samples, or if the clock is paused and no interval is given.
+            ValueError: if there are no samples, or if the clock is paused and no interval is given.
         """
         if not task_size > 0:
             raise ValueError(f"task_size={task_size!r}: give a number of samples over 0")
@@ -131,12 +144,12 @@ class PerformanceEMA:
         return self.samples_per_second
 
     def reset_timer(self) -> None:
-        """Do not count the time until now, as of a round or a download."""
+        """Do not count the time until now, for example that of a round or a download."""
         self._since = time.monotonic()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Do not count the time within."""
+        """Do not count the time within this context."""
         self.paused, before = True, self.paused
         try:
             yield
@@ -146,8 +159,15 @@ class PerformanceEMA:
 
     @contextlib.contextmanager
     def update_threadsafe(self, task_size: float) -> Iterator[None]:
-        """Count `task_size` samples that are processed within, also if other threads do the same. An interval begins
-        where the last one ended, so that two threads that work at the same time count as twice the speed."""
+        """Count samples that are processed within this context. Several threads may do so at once: an interval begins
+        where the last one ended, so two threads at work count as twice the speed.
+
+        Args:
+            task_size: the number of samples, over 0.
+
+        Raises:
+            ValueError: if there are no samples.
+        """
         started = time.monotonic()
         yield
         with self._lock:
@@ -162,7 +182,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds per sample
-        self.samples = 0.0  # of the last step
+        self.samples = 0.0  # the samples of the last step
 
     def update(self, samples: float, seconds: float) -> None:
         """Count a step of `samples` samples that took `seconds` seconds."""
@@ -177,16 +197,19 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """How often a peer that has nothing to report asks for the progress of all.
+    """How often a peer that has nothing to report asks for the progress of all peers.
 
-    While nothing is known, it asks every `default_refresh_period`. Otherwise it asks when the epoch is expected to end,
-    or sooner, because peers may come and end it earlier: after the expected time, times the number of peers, over the
-    number that there may be then. The time is limited by `min_refresh_period` and `max_refresh_period`.
+    While it knows of no peers, it asks every `default_refresh_period`. Otherwise it asks before the epoch is expected
+    to end, because new peers may end it earlier. The wait is eta * peers / expected: `eta` seconds are left of the
+    epoch, `peers` take part now, and `expected` may take part by then. It is at least `min_refresh_period` and at most
+    `max_refresh_period`.
 
     Attributes:
-        min_refresh_period, max_refresh_period, default_refresh_period: seconds, over 0 and at most a day.
-        expected_drift_peers: the number of peers that may come in an epoch,
-        expected_drift_rate: or as a fraction of those that are there.
+        min_refresh_period: the shortest wait in seconds, over 0 and at most a day.
+        max_refresh_period: the longest wait in seconds, over 0 and at most a day.
+        default_refresh_period: the wait in seconds while this peer knows of no peers, over 0 and at most a day.
+        expected_drift_peers: how many peers may come in an epoch, as a number.
+        expected_drift_rate: the same as a fraction of the present peers. The larger of the two counts.
         status_loglevel: the level of the log lines with the progress.
 
     Raises:
@@ -215,10 +238,10 @@ class Refresh:
 
 
 def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
-    """The `tracker_opts` of an Optimizer.
+    """The refresh options among the `tracker_opts` of an `Optimizer`.
 
     Raises:
-        ValueError: with the names of options that a tracker does not have, or that are arguments of the Optimizer.
+        ValueError: with the name of an option that a tracker does not have, or that is an argument of the `Optimizer`.
     """
     given = {name: value for name, value in (tracker_opts or {}).items() if name not in WITHOUT_USE}
     unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
@@ -233,11 +256,11 @@ def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """An answer of the coordinator. Made on the reactor, and read as a whole in any thread.
+    """An answer of the coordinator. The reactor makes it, and any thread reads it as a whole.
 
     Attributes:
-        count: what all peers have.
-        at: when it came, in seconds of `time.monotonic`.
+        count: the count of all peers.
+        at: the time of its arrival, in seconds of `time.monotonic`.
         answered: the report that it answers.
     """
 
@@ -249,11 +272,11 @@ class _Counted:
 class RunProgress:
     """Reports this peer's samples to the run's coordinator, and learns from it the progress of all peers.
 
-    Reporting costs the trainer no time until the answer can matter. It waits for an answer only when the target may be
-    reached in this peer's next step, by the coordinator's last answer and the rate of the other peers. If the others
-    need no more of this peer's samples then, it waits for the end of the epoch instead of beginning a step whose
-    samples would come too late (`shoal.swarm.protocol.pace`). The epoch itself ends on samples that were reported,
-    never on an estimate.
+    A report costs the trainer no time until the answer can matter. The trainer waits for an answer only if the peers
+    may reach the target during this peer's next step, by the coordinator's last answer and the speed of the other
+    peers. If the others then need no more samples of this peer, the trainer waits for the end of the epoch. It does not
+    begin a step whose samples would come too late (`shoal.swarm.protocol.pace`). Estimates decide only about waiting:
+    an epoch ends when the samples that peers have reported reach the target.
 
     [Note: threads] The trainer's thread owns this object. It publishes `_mine`, an immutable report, and hands reports
     over through an `_Outbox`. The reactor owns the `_Reports`, which publish `counted`, an immutable answer. Any thread
@@ -261,13 +284,16 @@ class RunProgress:
 
     Args:
         run: the run.
-        target_batch_size: samples of all peers after which the epoch ends.
-        refresh: how often it asks for the progress of others when there is nothing to report.
+        target_batch_size: the number of samples of all peers at which the epoch ends.
+        refresh: how often this peer asks for the progress of others when it has nothing to report.
         alpha: see `PerformanceEMA`.
-        may_wait: whether this peer may be told to wait. It may not where the trainer continues during a round.
+        may_wait: whether the coordinator may make this peer wait. It may not if the trainer continues during a round.
 
     Attributes:
-        steps_made, samples_made: since the start.
+        target_batch_size: as given.
+        performance_ema: measures this peer's samples per second, a `PerformanceEMA`.
+        steps_made: the number of this peer's steps since the start.
+        samples_made: the number of this peer's samples since the start.
     """
 
     def __init__(
@@ -277,16 +303,16 @@ class RunProgress:
         self.performance_ema = PerformanceEMA(alpha)
         self._run, self._swarm, self._reactor, self._may_wait = run, run.swarm, run.dht.reactor, may_wait
         self._step = StepTime()
-        # What this peer has, of the state on which samples are accumulated.
+        # This peer's progress, with the tip of the state on which it accumulates.
         self._mine = Progress(run.swarm.tip, 0.0, 0.0)
-        self._since: float | None = None  # when the step that is under way began; not known before the first report
+        self._since: float | None = None  # when the step that is under way began; unknown before the first report
         self._pending: Future[Count | None] | Future[None] | None = None  # a report that nobody has waited for yet
-        self._waited_in_vain_at: Tip | None = None  # others were counted on there, and did not come
+        self._waited_in_vain_at: Tip | None = None  # the tip at which this peer waited for others that did not come
         self._outbox = _Outbox()
         self._running = False
         self.steps_made, self.samples_made = 0, 0.0
         self._waited = 0.0
-        self._behind, self._per_sample = 0.0, 1.0  # samples of this epoch; what the target counts of each
+        self._behind, self._per_sample = 0.0, 1.0  # samples of this epoch; how much of the target one sample counts
         self._reports = _Reports(run.swarm, refresh, self)
 
     @property
@@ -296,14 +322,14 @@ class RunProgress:
 
     @property
     def local_progress(self) -> LocalProgress:
-        """This peer's part of the epoch."""
+        """The progress of this peer in the current epoch."""
         me, mine, speed = self._swarm.me, self._mine, self.performance_ema.samples_per_second
         return LocalProgress(me.peer, mine.tip.epoch, mine.samples, speed, me.role is Role.CLIENT)
 
     @property
     def global_progress(self) -> GlobalProgress:
         """The progress of all peers, as last reported by the coordinator."""
-        samples, _, peers = self._estimate(0.0)  # counted ones only
+        samples, _, peers = self._estimate(0.0)  # without an estimate of later samples
         clients, eta = self._swarm.peer.view.num_clients(), self.estimated_next_update_time
         return GlobalProgress(self.global_epoch, samples, int(self._target), peers, clients, eta)
 
@@ -315,13 +341,13 @@ class RunProgress:
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """Whether the round of this epoch is due, or was held without this peer."""
+        """Whether the round of this epoch is due, or has taken place without this peer."""
         return self._swarm.called or self._swarm.tip != self._mine.tip
 
     @property
     def estimated_next_update_time(self) -> float:
-        """When the target will be reached at the present rate, in seconds of `get_dht_time()`; infinity while no rate
-        is known."""
+        """The time at which the peers will reach the target at their present speed, in seconds of `get_dht_time()`;
+        infinity while no speed is known."""
         samples, rate, _ = self._estimate(time.monotonic())
         missing = self._target - samples
         if missing <= 0 or self.ready_to_update_epoch:
@@ -330,21 +356,21 @@ class RunProgress:
 
     @property
     def _target(self) -> float:
-        """At which count of all peers the epoch ends, as the coordinator has said last."""
+        """The count of all peers at which the epoch ends, by the coordinator's last answer."""
         counted = self._reports.counted
         is_of_tip = counted is not None and counted.count.tip == self._mine.tip
         told = counted.count.target if counted is not None and is_of_tip else 0.0
         return told or self.target_batch_size
 
     def report(self, samples: float, at_once: bool = False, *, behind: float | None = None) -> None:
-        """Report that this peer has accumulated `samples` in this epoch, and update `ready_to_update_epoch`.
+        """Report what this peer has accumulated in this epoch, and update `ready_to_update_epoch`.
+
+        The call returns when the trainer should begin another step, or end the epoch.
 
         Args:
-            samples: in what the target counts.
-            at_once: see below.
-            behind: the samples, where the target counts inner steps.
-
-        Returns when it makes sense to begin another step, or to end the epoch; or `at_once`, whatever the answer.
+            samples: the samples in this epoch; the inner steps, if the target counts them.
+            at_once: return without waiting for the answer.
+            behind: the samples in this epoch, if the target counts inner steps.
 
         Raises:
             Behind: if the run is at a state that outranks this peer's.
@@ -372,25 +398,27 @@ class RunProgress:
             self.restart_clock()
 
     def take_waited(self) -> float:
-        """The seconds that `report` has taken since this was asked last: those that this peer waited for samples."""
+        """The seconds that `report` has taken since the last call of this method. In that time this peer waited for
+        samples of others."""
         waited, self._waited = self._waited, 0.0
         return waited
 
     def start_epoch(self, tip: Tip) -> None:
-        """Begin a new epoch, with no samples, from the state `tip`. The coordinator hears that a step is begun."""
+        """Begin a new epoch, with no samples, from the state `tip`. The coordinator hears that this peer has begun a
+        step."""
         self._outbox.report, self._behind = None, 0.0
         self._mine, self._pending = self._progress(tip, 0.0, another=True), None
         if self._step.samples:
             self._pending = self._reactor.submit(self._reports.tell(self._mine))
 
     def restart_clock(self) -> None:
-        """Count the time until now to no step, as of a download."""
+        """Count the time until now to no step, for example that of a download."""
         self._since = time.monotonic()
         self.performance_ema.reset_timer()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count the time within to no step, as of a round that the trainer waits for."""
+        """Count the time within this context to no step, for example that of a round that the trainer waits for."""
         began = time.monotonic()
         try:
             yield
@@ -399,7 +427,7 @@ class RunProgress:
                 self._since += time.monotonic() - began
 
     def start(self) -> None:
-        """From now on, ask for the progress of others when there is nothing to report."""
+        """From now on, ask for the progress of others when this peer has nothing to report."""
         self._running = True
         self._reactor.loop.call_soon_threadsafe(self._reports.look, True)
 
@@ -409,7 +437,7 @@ class RunProgress:
         self._reactor.loop.call_soon_threadsafe(self._reports.look, False)
 
     def is_alive(self) -> bool:
-        """Whether it asks: between `start` and `stop`."""
+        """Whether this object is between `start` and `stop`."""
         return self._running
 
     def _tell(self, report: Progress, now: float, *, another: bool, at_once: bool) -> None:
@@ -423,7 +451,7 @@ class RunProgress:
         samples, rate, _ = self._estimate(now)
         others, missing = max(0.0, rate - report.rate), self._target - samples
         is_unknown = counted is None or counted.count.tip != report.tip
-        # Whether the target may be reached in this peer's next step, by what is known here.
+        # Whether the peers may reach the target during this peer's next step, as far as this peer knows.
         under_way = counted.count.under_way if counted is not None and report.seconds else 0.0
         soon = is_unknown or missing <= others * report.seconds + under_way
         if at_once:
@@ -438,15 +466,19 @@ class RunProgress:
             self._pending = self._reactor.submit(reports.tell_later(self._outbox))
 
     def _progress(self, tip: Tip, samples: float, another: bool) -> Progress:
-        """The report of `samples`; `another` step follows, as far as is known."""
+        """The report of `samples`. With `another`, it announces one more step."""
         step, seconds = (self._step.samples, self._step.seconds) if another else (0.0, 0.0)
         rate = self.performance_ema.samples_per_second * self._per_sample
         return Progress(tip, float(samples), rate, step, seconds)
 
     def _estimate(self, now: float) -> tuple[float, float, int]:
-        """The samples of all peers at `now` (of `time.monotonic`): those counted, and those that the others will have
-        made since. Their rate, and the number of peers. This peer is one of them if it trains, also before it is
-        counted in a new epoch."""
+        """Estimate the progress of all peers at `now` (of `time.monotonic`).
+
+        Returns:
+            The samples: those counted, and those that the others have probably made since. The samples per second of
+            all peers. The number of peers; this peer counts as one if it trains, also before the coordinator has
+            counted it in a new epoch.
+        """
         counted, tip, mine = self._reports.counted, self._swarm.tip, self._mine
         me = 1 if mine.samples or mine.rate else 0
         own, speed = (mine.samples, mine.rate) if tip == mine.tip else (0.0, 0.0)
@@ -458,8 +490,8 @@ class RunProgress:
         return count.samples - answered.samples + own + made_since, others + speed, max(count.peers, me)
 
     async def _ask(self, report: Progress) -> None:
-        """Report, and wait as long as the coordinator counts on others, until the round is called or this peer hears of
-        a better state. On the reactor."""
+        """Report, and wait while the coordinator expects the missing samples from others. The wait ends when the round
+        is called, or when this peer hears of a better state. Runs on the reactor."""
         until = time.monotonic() + max(STEPS_OF_WAITING * report.seconds, self._swarm.rules.matchmaking_time)
         while True:
             count = await self._reports.tell(msgspec.structs.replace(report, asks=True))
@@ -475,7 +507,7 @@ class RunProgress:
 
 
 class _Outbox:
-    """Hands the newest report from the trainer's thread to the reactor.
+    """Hands the newest report from the trainer's thread to a coroutine on the reactor, which takes it a little later.
 
     Attributes:
         report: the report to send, or None. The trainer's thread writes it, and the reactor reads it.
@@ -483,17 +515,17 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_expected = False  # whether a coroutine is on its way that takes the report
+        self._is_expected = False  # whether a coroutine is on its way to take the report
         self.report: Progress | None = None
 
     def put(self, report: Progress) -> bool:
-        """Replace the report; whether a coroutine has to be sent that takes it."""
+        """Replace the report. Returns whether the caller has to start a coroutine that takes it."""
         with self._lock:
             self.report, was_expected, self._is_expected = report, self._is_expected, True
         return not was_expected
 
     def take(self) -> Progress | None:
-        """The report; the next one needs another coroutine."""
+        """Return the report. The next report needs another coroutine."""
         with self._lock:
             self._is_expected = False
             return self.report
@@ -503,13 +535,13 @@ class _Reports:
     """Exchanges reports and answers with the coordinator, on the reactor. Other threads only read `counted`.
 
     Args:
-        swarm: of the run.
+        swarm: this peer's part in the swarm of the run.
         refresh: how often to ask when there is nothing to report.
         progress: estimates when the epoch ends.
 
     Attributes:
         counted: the last answer of the coordinator.
-        rejected: that the run has other terms, until the trainer has heard so.
+        rejected: the error that the run has other terms, until the trainer's thread has raised it.
     """
 
     def __init__(self, swarm: Swarm, refresh: Refresh, progress: RunProgress) -> None:
@@ -523,33 +555,34 @@ class _Reports:
         self._looks = False  # whether to ask when there is nothing to report
 
     def look(self, yes: bool) -> None:
-        """From now on, ask when there is nothing to report; or no more."""
+        """From now on, ask when there is nothing to report; with False, stop asking."""
         self._looks = yes
         self._look_later()
 
     async def tell_later(self, outbox: _Outbox) -> None:
-        """Send a report that can't matter yet: those of several short steps as one, and while the trainer computes
-        without the GIL instead of at the end of its step."""
+        """Send a report that can't matter yet, a moment later. Thus the reports of several short steps become one
+        message, and this work is done while the trainer computes without the GIL, not at the end of its step."""
         await asyncio.sleep(TOGETHER)
         report = outbox.take()
         if report is not None:
             await self.tell(report)
 
     async def tell(self, report: Progress) -> Count | None:
-        """Send a report to the coordinator; its answer, or None if the epoch is over. Raises as `Swarm.report`."""
+        """Send a report to the coordinator. Returns its answer, or None if the epoch is over. Raises the errors of
+        `Swarm.report`."""
         self._latest = report
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         try:
             await asyncio.shield(self._sending)
         except Rejected as error:
-            self.rejected = error  # whoever has asked: the trainer's next report may not wait for an answer
+            self.rejected = error  # the trainer's next report raises it, even if it does not wait for an answer
             raise
         counted = self.counted
         return counted.count if counted is not None and counted.count.tip == report.tip else None
 
     async def _send(self) -> None:
-        """Never more than one report is under way; the next one carries what has come together meanwhile."""
+        """Send the latest report, until none is newer. Only one report at a time is under way."""
         sent = None
         try:
             while sent != self._latest:
@@ -565,8 +598,8 @@ class _Reports:
             self._sending = None
 
     async def _answer(self, report: Progress) -> Count | None:
-        """The coordinator's answer; None if there is other news first: a coordinator that hangs would keep the trainer
-        from the round that another has called."""
+        """The coordinator's answer; None if other news comes first. Otherwise a coordinator that hangs would keep the
+        trainer from a round that another peer has called."""
         asking, news = asyncio.ensure_future(self._swarm.report(report)), asyncio.ensure_future(self._swarm.news())
         try:
             await asyncio.wait({asking, news}, return_when=asyncio.FIRST_COMPLETED)
@@ -605,7 +638,7 @@ class _Reports:
 
 
 def _take(report: Future[Count | None] | Future[None]) -> None:
-    """Wait for a report to arrive. A report that does not arrive is no error of the trainer's."""
+    """Wait until a report has arrived. If it does not arrive, the trainer gets no error."""
     try:
         report.result()
     except (P2PError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""Counting epochs and samples of a group of peers, for those who train without `shoal.Optimizer`."""
+"""Counts the epochs and samples of a group of peers, for users who train without `shoal.Optimizer`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shoal.swarm.swarm import Place
 log = logging.getLogger(__name__)
 
 NO_LAYOUT = bytes(32)  # nothing is averaged
-PATIENCE = 15.0  # seconds that a report waits at most for the others' samples, or three steps of its own
+PATIENCE = 15.0  # a report waits at most so many seconds for the others' samples, or three of this peer's steps
 
 
 class ProgressTracker(RunProgress):
-    """Counts the samples of all peers with the same `prefix`, and the epochs that they make.
+    """Counts the samples and the epochs of all peers with the same `prefix`.
 
-    An epoch ends when all peers together have reported `target_batch_size` samples. The user then averages, steps or
-    whatever else ends an epoch, and calls `update_epoch`; the first peer that does so begins the next epoch for all.
+    An epoch ends when all peers together have reported `target_batch_size` samples. Then you do what ends an epoch for
+    you (average, step and so on), and call `update_epoch`. The first peer that does so begins the next epoch for all.
 
     >>> tracker = shoal.ProgressTracker(dht, "my run", target_batch_size=1000)
     >>> epoch = samples = 0
@@ -46,28 +46,41 @@ class ProgressTracker(RunProgress):
     ...             average_and_step()
     ...             epoch, samples = tracker.update_epoch(epoch + 1), 0
 
-    A peer that only watches never reports; it is not counted.
+    A peer that only watches does not report, and is not counted.
+
+    While this peer reports nothing, it asks for the progress of others from time to time. While it knows of no peers,
+    it asks every `default_refresh_period`. Otherwise it waits eta * peers / expected: `eta` seconds are left of the
+    epoch, `peers` take part now, and `expected` may take part by then, as `expected_drift_peers` and
+    `expected_drift_rate` say. Answers to reports have the progress, too, and all peers hear of the end of an epoch at
+    once.
 
     Args:
-        dht: this peer's place in the DHT, started. It stays when the tracker is shut down.
-        prefix: names the group; up to 90 characters.
-        target_batch_size: samples of all peers per epoch; the same for all.
-        client_mode: whether this peer can't be dialled; None: as the DHT.
-        min_refresh_period, max_refresh_period, default_refresh_period: seconds, see `Refresh`: how often this peer
-            asks for the progress of others while it reports nothing. Answers to reports contain it anyway, and all
-            peers hear of the end of an epoch at once.
-        expected_drift_peers, expected_drift_rate: see `Refresh`.
-        performance_ema_alpha: weight of the newest measurement in the moving average of samples per second.
+        dht: a started `shoal.DHT`. The tracker does not shut it down.
+        prefix: the name of the group, 1 to 90 characters.
+        target_batch_size: the number of samples of all peers at which an epoch ends, over 0; the same for all peers.
+        client_mode: this peer does not listen for connections. As the DHT when None.
+        min_refresh_period: the shortest wait in seconds between two questions.
+        max_refresh_period: the longest wait in seconds between two questions.
+        default_refresh_period: the wait in seconds while this peer knows of no peers.
+        expected_drift_peers: how many peers may come in an epoch, as a number.
+        expected_drift_rate: the same as a fraction of the present peers. The larger of the two counts.
+        performance_ema_alpha: the weight of the newest measurement in the moving average of samples per second, over 0
+            and at most 1.
         status_loglevel: the level of the log lines with the progress.
-        metadata_expiration, private_key, daemon: hivemind's; accepted, and without effect: a peer counts while it is
-            connected, the DHT's identity signs, and no thread or process is started.
-        start: connect now; otherwise `start` does.
-        membership: of a closed run (`prefix="name@key"`), see `Optimizer`. To watch is enough for a tracker in client
-            mode that never reports.
+        metadata_expiration: an option of hivemind, accepted without effect. A peer counts while it is connected.
+        private_key: an option of hivemind, accepted without effect. The DHT's identity signs records.
+        daemon: an option of hivemind, accepted without effect. The tracker starts no thread or process.
+        start: connect now. If False, call `start` later.
+        membership: this peer's membership in a closed run (`prefix="name@key"`), see `shoal.Optimizer`. A membership
+            that allows only watching is enough for a tracker in client mode that never reports.
+
+    Attributes:
+        dht: as given.
+        prefix: as given.
+        client_mode: as given; never None.
 
     Raises:
-        ValueError: for arguments that make no sense.
-        Rejected: in `report_local_progress`, if the other peers have another `target_batch_size`.
+        ValueError: if an argument makes no sense.
     """
 
     def __init__(
@@ -116,14 +129,14 @@ class ProgressTracker(RunProgress):
             self._following = self.dht.reactor.submit(self._follow())
 
     def is_alive(self) -> bool:
-        """Whether it was started and not shut down."""
+        """Whether the tracker was started and not shut down, and its DHT is alive."""
         return super().is_alive() and self.dht.is_alive()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Leave the group; the DHT stays. Calling it again does nothing.
+        """Leave the group. The DHT stays. A second call does nothing.
 
         Args:
-            timeout: seconds to wait for it at most.
+            timeout: the longest time in seconds to wait until this peer has left; no limit when None.
         """
         if self.is_alive() and self._following is not None:
             self.stop()
@@ -136,16 +149,18 @@ class ProgressTracker(RunProgress):
     def report_local_progress(
         self, local_epoch: int, samples_accumulated: float, update_global_samples: bool = True
     ) -> None:
-        """Report the samples of this peer in its epoch. Near the end of an epoch, this returns when the coordinator has
-        answered, or, if the others have the missing samples under way, when these have arrived.
+        """Report the samples of this peer in its epoch. Near the end of an epoch, this call waits for the coordinator's
+        answer. If the others have the missing samples under way, it waits until these are reported.
 
         Args:
-            local_epoch: the number of the epoch.
-            samples_accumulated: since it began; fewer than before if some were dropped.
-            update_global_samples: with False, `global_progress` and `ready_to_update_epoch` do not wait for the answer.
+            local_epoch: the number of this peer's epoch.
+            samples_accumulated: the samples of this peer since the epoch began. The number may be smaller than before,
+                if this peer has dropped some.
+            update_global_samples: with False, this call returns without waiting, and `global_progress` and
+                `ready_to_update_epoch` may not include the answer yet.
 
         Raises:
-            Rejected: if the other peers have another `target_batch_size`.
+            AveragingError: if the other peers have another `target_batch_size`.
             RuntimeError: if the tracker is not running.
         """
         if not self.is_alive():
@@ -158,13 +173,16 @@ class ProgressTracker(RunProgress):
             log.debug("%s", error)
 
     def update_epoch(self, new_epoch: int | None = None) -> int:
-        """Begin an epoch, without samples; within `pause_updates`.
+        """Begin an epoch, without samples. Call this within `pause_updates`.
 
         Args:
-            new_epoch: its number; None for the epoch after this peer's.
+            new_epoch: the number of the epoch; None for the one after this peer's present epoch.
 
         Returns:
-            Its number.
+            The number of the epoch.
+
+        Raises:
+            RuntimeError: if it is not called within `pause_updates`.
         """
         if not self._lock.locked():
             raise RuntimeError("call update_epoch within `with tracker.pause_updates():`")
@@ -174,7 +192,8 @@ class ProgressTracker(RunProgress):
 
     @contextmanager
     def pause_updates(self) -> Iterator[None]:
-        """Within, only `update_epoch` changes the global epoch, and no time counts as this peer's work."""
+        """Within this context, only `update_epoch` changes this peer's global epoch, and no time counts as this peer's
+        work."""
         with self._lock, self.performance_ema.pause():
             yield
         self.restart_clock()
@@ -188,7 +207,7 @@ class ProgressTracker(RunProgress):
     # -- on the reactor
 
     def _tip(self, epoch: int) -> Tip:
-        """The name of an epoch: there is no state here, so its number is enough."""
+        """The tip of an epoch. A tracker has no state, so the number of the epoch determines its tip."""
         if epoch == 0:
             return Tip.genesis(self._name)
         lineage = blake3(f"shoal progress\0{self._name}\0{epoch}".encode()).digest()
@@ -206,7 +225,7 @@ class ProgressTracker(RunProgress):
             await self._move_up(heard)
 
     async def _move_up(self, tip: Tip) -> None:
-        """Follow the others to an epoch after the present one."""
+        """Move to this tip, if it is of an epoch after the present one."""
         if tip.outranks(self._swarm.tip):
             self._swarm.move(tip)
 

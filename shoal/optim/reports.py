@@ -7,22 +7,23 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class EpochReport:
-    """A global epoch was committed, and this peer has made its step. Times are in seconds, sizes in bytes of payload of
-    this peer.
+    """The peers have ended an epoch with a round, and this peer has made its step.
 
     Attributes:
         epoch: the number of the new epoch.
-        samples: accumulated by all peers together.
+        samples: the number of samples that all peers together accumulated.
         num_peers: the number of members of the round.
-        coordinator: the text form of the peer id of the coordinator.
-        round_seconds: from this peer's JOIN to the commit.
-        matchmaking_seconds: the part of it until BEGIN.
-        allreduce_seconds: the rest of it.
-        bytes_sent, bytes_received: in the round.
-        waiting_seconds: for the others' samples, in all of the epoch, before its round.
-        step_seconds: of the optimizer's step.
-        state_digest: 64 hex digits, of the parameters after the step.
-        tip: names the state in the run, see `Optimizer.tip`.
+        coordinator: the peer id of the coordinator, as text.
+        round_seconds: the time in seconds from this peer's JOIN to the commit.
+        matchmaking_seconds: the part of this time until the round began.
+        allreduce_seconds: the rest of this time.
+        bytes_sent: the bytes of payload that this peer sent in the round.
+        bytes_received: the bytes of payload that this peer received in the round.
+        waiting_seconds: the time in seconds that this peer waited in the epoch, before its round, for samples of other
+            peers.
+        step_seconds: the time in seconds of the optimizer's step.
+        state_digest: the hash of the parameters after the step, 64 hex digits.
+        tip: the name of the state in the run, see `Optimizer.tip`.
     """
 
     epoch: int
@@ -50,14 +51,14 @@ class EpochReport:
 
 @dataclass(frozen=True, slots=True)
 class DownloadReport:
-    """This peer has downloaded a state.
+    """This peer has downloaded a state from other peers.
 
     Attributes:
-        epoch: of the state.
-        seconds: the duration of the download.
-        bytes: the size of the chunks as they were sent.
+        epoch: the epoch of the state.
+        seconds: the duration of the download in seconds.
+        bytes: the size of the state as it was sent, after compression.
         donors: the number of peers that sent it.
-        state_digest: 64 hex digits, of the parameters.
+        state_digest: the hash of the parameters, 64 hex digits.
     """
 
     epoch: int
@@ -75,16 +76,19 @@ class DownloadReport:
 
 @dataclass(frozen=True, slots=True)
 class ForkReport:
-    """The run has forked: peers hold states of which none follows from the other; or its owner has pinned a state.
+    """The run has forked: peers hold two states of which neither follows from the other. Or the owner has pinned a
+    state that does not follow from this peer's.
 
     Attributes:
-        stays: whether this peer's side is the one that is kept. Else this peer has left its state for the other.
-        tip: of this peer's state, before it left it; as `shoal keys pin` takes it.
-        samples: behind that state.
-        members: the text forms of the peer ids of those with whom this peer made it, as far as is known.
-        other_tip, other_samples, other_members: the same of the other state.
-        reason: why that side is kept.
-        kept: where the state lies that this peer has left, in words: a file, its memory, or nowhere.
+        stays: True if this peer keeps its state. False if it has left its state for the other one.
+        tip: the name of this peer's state, before it left it; `shoal keys pin` takes it.
+        samples: the number of samples behind this state.
+        members: the peer ids, as text, of the known peers that made this state, this peer included.
+        other_tip: the name of the other state.
+        other_samples: the number of samples behind the other state.
+        other_members: the peer ids, as text, of known peers that hold the other state.
+        reason: why this side is kept.
+        kept: where the state is that this peer has left, in words: in a file, in memory, or lost. "" if it stays.
     """
 
     stays: bool
@@ -111,14 +115,14 @@ def _peers(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReachabilityReport:
-    """This peer can't reach known members of the run, or finds no member; or it reaches all of them again.
+    """This peer can't reach some known members of the run, or finds no member; or it reaches all of them again.
 
     Attributes:
         num_peers: the number of members that this peer is connected to, itself included. Two clients of a node are
-            connected to it, and not to each other.
-        unreached: the text forms of the peer ids of the known members that this peer should reach and does not; empty
-            when all that it reported are reached or have left.
-        advice: the problem and what to do about it, as in the log's warning; "" when all members are reached again.
+            connected to the node, and not to each other.
+        unreached: the peer ids, as text, of the known members that this peer should reach and does not. Empty if this
+            peer reaches all members that it has reported, or if they have left.
+        advice: the problem and what to do about it, as in the log's warning; "" if this peer reaches all members again.
     """
 
     num_peers: int
@@ -130,7 +134,7 @@ class ReachabilityReport:
 
 
 def fields_of_event(event: Event) -> dict[str, object]:
-    """The fields of the log record that tells of an event, as `extra=` of `logging`."""
+    """The fields of the log record of an event, as `extra=` of `logging`."""
     kind = type(event).__name__.removesuffix("Report").lower()
     return {"shoal": {"event": kind, **asdict(event)}}
 

@@ -1,4 +1,4 @@
-"""One peer's part in a run. The trainer's thread asks here, and the work is done on the reactor."""
+"""One peer's part in a run. The trainer's thread calls it, and the reactor does the work."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Run:
     """A peer's `Swarm` and `StateDonor`.
 
     Args:
-        dht: this peer's place in the DHT, started.
-        run_id: names the run.
-        terms: what must be equal in the run.
-        rules: when a round begins.
-        place: what this peer chooses for itself.
+        dht: a started DHT.
+        run_id: the name of the run.
+        terms: the options that must be equal in the run.
+        rules: the rules of the run's rounds.
+        place: the options that this peer chooses for itself.
 
     Attributes:
         dht, run_id, rules: as given.
-        faults: what has gone wrong.
+        faults: counts this peer's faults.
         me: this peer's key.
-        swarm: what is known of the run; any thread may read its properties.
+        swarm: what this peer knows of the run. Any thread may read its properties.
     """
 
     def __init__(self, dht: DHT, run_id: str, terms: Terms, rules: Rules, place: Place) -> None:
@@ -62,8 +62,8 @@ class Run:
         """Meet the other peers of the run.
 
         Args:
-            make_donor: makes the donor of this peer's state, with the name of its service. Newcomers may ask for the
-                state as soon as they have met this peer, so the donor is there before.
+            make_donor: makes the donor of this peer's state, given the name of its service. Newcomers may ask for the
+                state as soon as they meet this peer, so the donor is made first.
         """
 
         async def start() -> None:
@@ -80,10 +80,10 @@ class Run:
         self._wait(start())
 
     def stop(self, timeout: float | None) -> bool:
-        """Leave the run, if the DHT is still there. Calls that other threads wait for here fail.
+        """Leave the run, if the DHT is still alive. Calls of other threads that wait here fail.
 
         Returns:
-            Whether it took no longer than `timeout` seconds.
+            Whether this peer has left within `timeout` seconds.
         """
         self._left = True
         for future in list(self._under_way):
@@ -122,10 +122,10 @@ class Run:
         return self._wait(self.swarm.average(contribution, timeout))
 
     def wait_for_contributors(self, count: int, timeout: float) -> int:
-        """Wait at most `timeout` seconds until `count` peers that contribute are connected, this one included.
+        """Wait at most `timeout` seconds until `count` peers that contribute are connected, this peer included.
 
         Returns:
-            How many there are.
+            The number of such peers.
         """
 
         def found() -> int:
@@ -135,14 +135,14 @@ class Run:
         return self.call(found)
 
     def wait_for_call(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until the round of the swarm's tip is called; whether it was."""
+        """Wait at most `timeout` seconds until the round of the swarm's tip is called. Returns whether it was."""
 
         self._wait(until(lambda: self.swarm.called, self.swarm.news, timeout))
         return self.swarm.called
 
     def wait_for_round(self, tip: Tip, timeout: float) -> None:
-        """Wait at most `timeout` seconds until the round of this tip is called, or was held, or there is a state that
-        outranks it."""
+        """Wait at most `timeout` seconds until the round of this tip is called or over, or until another state outranks
+        the tip."""
         swarm = self.swarm
 
         def is_over() -> bool:
@@ -155,15 +155,19 @@ class Run:
         self._wait(until(lambda: self.swarm.behind_pin >= number, self.swarm.news, timeout))
 
     def donors(self) -> list[PeerID]:
-        """The peers that could be asked for the state now."""
+        """The connected peers that may have the state."""
         members = self.call(self.swarm.peer.view.connected)
         return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
     def download(
         self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, wanted: Callable[[Tip], bool], awaited: bool
     ) -> Downloaded:
-        """See `download_state`. A peer that wants to be `awaited` takes a state that no round has followed yet: that
-        round begins only when this peer is there, or `matchmaking_time` after the call."""
+        """Download a state, see `download_state`.
+
+        Args:
+            awaited: ask the others to wait for this peer. Then the next round after the downloaded state begins only
+                when this peer has joined, or `matchmaking_time` after the call.
+        """
 
         async def download() -> Downloaded:
             with self.swarm.watching(donor.key for donor in donors):
@@ -182,14 +186,14 @@ class Run:
         return self._wait(download())
 
     def follow(self, tip: Tip, after: Tip | None = None) -> bool:
-        """Have the run know that this peer's state is `tip` now.
+        """Tell the swarm that this peer's state is `tip` now.
 
         Args:
-            after: the state from which this peer has made `tip` alone. It goes there only if the swarm is still at
+            after: the tip from which this peer has made `tip` alone. Then the swarm follows only if it is still at
                 `after`.
 
         Returns:
-            Whether it did so.
+            Whether the swarm followed.
         """
 
         def follow() -> bool:
@@ -202,7 +206,7 @@ class Run:
         return self.call(follow)
 
     def ask_where_they_are(self, peers: Iterable[PeerID]) -> None:
-        """Ask these peers at which states they are now."""
+        """Ask these peers for the tips of their present states."""
 
         async def ask() -> None:
             await asyncio.gather(*map(self.swarm.contacts.meet_peer, peers))
@@ -210,8 +214,12 @@ class Run:
         self._wait(ask())
 
     def wait_for_those_behind(self, idle: float, longest: float, served_at: Callable[[], float] | None = None) -> None:
-        """See `Swarm.wait_for_those_behind`; they are served with this peer's state meanwhile, by this run's donor if
-        nobody else says when."""
+        """Wait for the peers that are behind, see `Swarm.wait_for_those_behind`. Meanwhile they may download this
+        peer's state.
+
+        Args:
+            served_at: when somebody last asked for the state; by default, when somebody asked this run's donor.
+        """
         donor = self._donor
 
         def by_donor() -> float:
@@ -220,13 +228,13 @@ class Run:
         behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at or by_donor))
         if behind:
             log.warning(
-                "left the run while others are behind its last epoch, and did not come within %g s: %s. They end it "
-                "with a state of their own; give a longer averaging_timeout than their longest step",
+                "left the run although others are behind its last epoch and did not catch up within %g s: %s. They end "
+                "it with a state of their own; give a longer averaging_timeout than their longest step takes",
                 idle, ", ".join(str(member.peer) for member in behind),
             )  # fmt: skip
 
     def tell_state_changed(self) -> None:
-        """Say that this peer's state has another tip than before; in any thread."""
+        """Note that this peer's state has another tip than before. Any thread may call this."""
         self.dht.reactor.loop.call_soon_threadsafe(self._state_changed.set)
 
     def past(self, tip: Tip) -> Future[None]:
@@ -244,23 +252,23 @@ class Run:
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self._submit(coroutine)
         self._under_way.add(future)
-        if self._left:  # since `stop` has looked what is under way
+        if self._left:  # `stop` may have looked through `_under_way` before this future was in it
             future.cancel()
         try:
             return future.result()
         except CancelledError:
             raise AveragingError(f"{'the run was left' if self._left else 'the DHT was shut down'} meanwhile") from None
-        except BaseException:  # Ctrl-C, too: nobody waits for it any more
+        except BaseException:  # Ctrl-C, too: nobody waits for the result any more
             future.cancel()
             raise
         finally:
             self._under_way.discard(future)
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start it on the reactor.
+        """Start the coroutine on the reactor.
 
         Raises:
-            AveragingError: if the run was left, or the DHT shut down.
+            AveragingError: if this peer has left the run, or if the DHT was shut down.
         """
         try:
             if not self.is_over:
@@ -274,7 +282,7 @@ class Run:
 
 
 async def until(is_so: Callable[[], bool], news: Callable[[], Awaitable[None]], timeout: float | None) -> None:
-    """Wait until something is so, at most `timeout` seconds; it may become so whenever there is news."""
+    """Wait at most `timeout` seconds until `is_so()` is true. It is asked at first and after each `news()`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             while not is_so():

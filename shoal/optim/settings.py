@@ -1,5 +1,5 @@
-"""What users give to the public classes of this room: which arguments make sense, alone and together, which must be
-equal in a run, and the torch objects that are made from them."""
+"""The arguments of the public classes of this room: which values make sense, alone and together, which must be equal in
+a run, and how the torch objects are made from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kind:
 
     Attributes:
         wanted: what to give, for the message of an error.
-        types: of the values. A bool is no number here.
+        types: the types of the values. A bool does not count as a number here.
         fits: whether a value of these types makes sense.
     """
 
@@ -42,10 +42,10 @@ class Kind:
     fits: Callable[[Any], bool] = lambda value: True
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the value, with a number of another library (numpy) as Python's, which can be sent.
+        """Return the value. A number of another library (numpy) becomes one of Python, which can be sent.
 
         Raises:
-            ValueError: with the name of the argument, for a value that makes no sense.
+            ValueError: with the name of the argument, if the value makes no sense.
         """
         plain = value
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -62,8 +62,8 @@ def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(record: object) -> None:
-    """Check the fields of a frozen dataclass that are annotated with a `Kind`, and make numbers Python's. None passes
-    where the annotation has it."""
+    """Check the fields of a frozen dataclass that are annotated with a `Kind`, and turn their numbers into Python's. A
+    field may be None if its annotation says so."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
         value = getattr(record, name)
         for kind in getattr(hint, "__metadata__", ()):
@@ -113,13 +113,13 @@ WITHOUT_STRANDS = (
 )  # fmt: skip
 NO_BATCH_SIZE = "step needs batch_size=…, since the optimizer was made without batch_size_per_step"
 NO_SCALER = "a cluster takes no grad_scaler yet: train in bfloat16, which needs none"
-# Arguments that are as another one where they are None.
+# Where the first argument is None, it takes the value of the second.
 AS_ANOTHER = {
     "allreduce_timeout": "averaging_timeout",
     "delay_optimizer_step": "delay_grad_averaging",
     "offload_optimizer": "delay_optimizer_step",
 }
-# Options of an averager that stand for an argument of the optimizer.
+# Options of an averager that override an argument of the optimizer.
 IN_PLACE_OF = {
     "min_matchmaking_time": "matchmaking_time",
     "next_chunk_timeout": "next_chunk_timeout",
@@ -132,17 +132,19 @@ AVERAGER_OPTIONS = {
     "min_group_size": COUNT,
     "allow_state_sharing": Kind("True or False", bool),
 }
-# Options of hivemind's averagers that have no effect here: the peers of a run average all together, in chunks of a size
-# that suits the model and in shares by bandwidth; who has the state is known; no process is started.
+# Options of hivemind's averagers that have no effect here. All peers of a run average together. The size of chunks
+# follows from the model, and each peer's share from its bandwidth. All members know who has the state. No process is
+# started.
 WITHOUT_USE = ("target_group_size", "part_size_bytes", "min_vector_size", "declare_state_period", "daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of an `Optimizer` that are numbers and switches, with the defaults filled in.
+    """The arguments of an `Optimizer`, with the defaults filled in, but for the objects that it trains and talks to.
 
     Raises:
-        ValueError: with the name of the argument (or of two that contradict each other) and what to do.
+        ValueError: with the name of an argument that makes no sense (or of two that contradict each other), and what to
+            do.
     """
 
     run_id: Annotated[str, RUN_ID]
@@ -229,7 +231,8 @@ class Settings:
 
     @property
     def target(self) -> float:
-        """At which count of all peers an epoch ends; of each peer, where inner steps are counted."""
+        """The number of samples of all peers at which an epoch ends; if inner steps are counted, their number for each
+        peer."""
         steps = None if self.outer is None else self.outer.steps_per_epoch
         return float(self.target_batch_size or 0) if steps is None else float(steps)
 
@@ -240,34 +243,34 @@ class Settings:
 
     @property
     def moves_within_epochs(self) -> bool:
-        """Whether a step changes the model's parameters though no epoch ends."""
+        """Whether a step changes the model's parameters even if no epoch ends."""
         return self.use_local_updates or self.outer is not None
 
     @property
     def min_group(self) -> int:
-        """`min_peers` where it is a number of peers, else 1."""
+        """`min_peers` if it is a number of peers, else 1."""
         return self.min_peers if isinstance(self.min_peers, int) else 1
 
     @property
     def min_share(self) -> float:
-        """`min_peers` where it is a share, else 0.0."""
+        """`min_peers` if it is a share, else 0.0."""
         return 0.0 if isinstance(self.min_peers, int) else self.min_peers
 
     @property
     def averages_in_background(self) -> bool:
-        """Whether the trainer goes on during a round."""
+        """Whether the trainer continues during a round."""
         overlaps = self.outer is not None and self.outer.is_in_background
         return overlaps or self.delay_grad_averaging or (self.use_local_updates and self.delay_state_averaging)
 
     @property
     def in_background(self) -> bool:
-        """Whether the trainer goes on during some part of the end of an epoch."""
+        """Whether the trainer continues during some part of the end of an epoch."""
         return self.averages_in_background or self.delay_optimizer_step
 
     def agreed(self) -> dict[str, str]:
-        """Every option here that must be equal in a run, by its name: the number of samples, the modes, the codecs, and
-        what a round averages and of how many peers. Each peer chooses the others for itself: every time-out,
-        `performance_ema_alpha`, and `averager_opts` except `min_group_size`, which is compared as `min_peers`."""
+        """The options here that must be equal in a run, by name: the number of samples, the modes, the codecs, what a
+        round averages, and how many peers it needs. Each peer chooses the other options for itself: every time-out,
+        `performance_ema_alpha`, and `averager_opts`, except `min_group_size`, which is compared as `min_peers`."""
         return {
             "target_batch_size": _term(self.target_batch_size),
             **{name: str(getattr(self, name)) for name in MODES},
@@ -281,10 +284,10 @@ class Settings:
 
 
 def samples_of(batch_size: Any, grad_scaler: object) -> int:
-    """The samples of a rank in a step.
+    """The number of samples of a rank in a step.
 
     Raises:
-        ValueError: if there is no whole number of them, and for a scaler.
+        ValueError: if `batch_size` is no whole number, or if a scaler is given.
     """
     if grad_scaler is not None:
         raise ValueError(NO_SCALER)
@@ -295,19 +298,19 @@ def samples_of(batch_size: Any, grad_scaler: object) -> int:
 
 
 def check_cluster(cluster: Any, settings: Settings, optimizer: AnyOptimizer, params: Params | None) -> None:
-    """Look whether a cluster can train so.
+    """Check that a cluster can train with these arguments.
 
     Raises:
-        ValueError: with the argument that does not go together with it.
+        ValueError: with the argument that does not go together with a cluster.
     """
     CLUSTER.check("cluster", cluster)
     if unused := [name for name in WITHOUT_CLUSTER if getattr(settings, name)]:
         raise ValueError(f"cluster=… does not go together with {unused[0]}=True: leave one out")
     if params is None or isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError("cluster=… needs params=, and optimizer= as a function, which ranks call with what they step")
+        raise ValueError("cluster=… needs params=, and a function as optimizer=, which each rank calls")
     unused = [name for name in WITHOUT_STRANDS if getattr(settings, name)]
     if settings.outer is not None and settings.outer.is_in_background:
-        unused.append("DiLoCo(overlap=…)")  # rank 0 has one conversation with the others
+        unused.append("DiLoCo(overlap=…)")  # rank 0 leads one call at a time, and no other in the background
     if cluster.strands > 1 and unused:
         raise ValueError(
             f"shoal.Cluster(strands={cluster.strands}) does not go together with {unused[0]} yet: give strands=1, with "
@@ -321,22 +324,22 @@ def _term(value: float | None) -> str:
 
 
 def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that have an effect and are not None, which stands for the default.
+    """The options that have an effect, without those that are None, which stands for the default.
 
     Raises:
-        ValueError: with the names of unknown options, and for values that make no sense.
+        ValueError: with the names of unknown options, or if a value makes no sense.
     """
     if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE)):
         raise ValueError(
-            f"averager_opts has {', '.join(map(repr, unknown))}, which is no option of an Optimizer's averaging; those "
-            f"are {', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; an argument of the optimizer itself is given there"
+            f"averager_opts has {', '.join(map(repr, unknown))}, and there is no such option; there are "
+            f"{', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; give arguments of the optimizer to the optimizer itself"
         )
     used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
     return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}
 
 
 class Stepped(NamedTuple):
-    """An optimizer, its scheduler, and the copy of the parameters on the host that it steps, if it steps one."""
+    """An optimizer, its scheduler, and the copy of the parameters on the host, if the optimizer steps that copy."""
 
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
@@ -351,10 +354,12 @@ def make_trained(
     on_host: bool,
     in_cluster: bool = False,
 ) -> Stepped:
-    """The local optimizer and its scheduler; `on_host`, with the copy of the parameters that the optimizer steps.
+    """Make the local optimizer and its scheduler.
 
     Args:
-        in_cluster: a `ZeroRedundancyOptimizer` divides nothing: the cluster has done so, or rank 0 steps all.
+        on_host: make a copy of the parameters on the host, and the optimizer over that copy.
+        in_cluster: a `ZeroRedundancyOptimizer` does not divide the parameters. The cluster has divided them already, or
+            rank 0 steps all of them.
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure, or if
@@ -384,15 +389,17 @@ def make_outer(
     in_cluster: bool = False,
     pieces: Sequence[Any] | None = None,
 ) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
-    """The inner optimizer, with the copy of the parameters that it steps if `on_host`; the anchor, and the outer
-    optimizer.
+    """Make the inner optimizer, the anchor and the outer optimizer.
 
     Args:
-        in_cluster: see `make_trained`.
-        pieces: parameter groups of what the anchor is of, if that is not the model as it is.
+        on_host, in_cluster: see `make_trained`, of the inner optimizer.
+        pieces: parameter groups. If given, the anchor is a copy of these, and not of the model's parameters.
+
+    Returns:
+        The inner optimizer with its scheduler (and its copy of the parameters); the anchor; the outer optimizer.
 
     Raises:
-        ValueError: as `make_trained`, and if `outer.optimizer` makes no optimizer.
+        ValueError: as `make_trained`, or if `outer.optimizer` makes no optimizer.
     """
     made = inner, _, host = make_trained(optimizer, params, scheduler, on_host=on_host, in_cluster=in_cluster)
     if pieces is not None:

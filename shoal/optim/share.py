@@ -1,4 +1,4 @@
-"""What a rank of a cluster does with its share of the state when rank 0 says so: the other side of `Crew`."""
+"""A rank's share of the state of a cluster. It does what rank 0 tells through `Crew`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Share:
     """The strands of a rank that is not rank 0.
 
     Args:
-        crew: to hear whether it is still wanted what this rank waits for.
-        replica, gradients: of these strands.
+        crew: tells this rank when rank 0 no longer wants the average that it waits for.
+        replica: the state of these strands.
+        gradients: the gradients, or the drift, of these strands.
 
     Attributes:
-        checkpoint: of these strands.
+        checkpoint: saves and loads these strands.
     """
 
     def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients | StrandDrift) -> None:
@@ -69,17 +70,17 @@ class Share:
 
     @property
     def epoch(self) -> int:
-        """Of the state."""
+        """The epoch of the state."""
         return self._replica.tip.epoch
 
     def do(self, what: str, given: Sequence[Any]) -> Any:
-        """Do what rank 0 has told; raises what that raises."""
+        """Do what rank 0 has told this rank to do, with the arguments `given`. Errors pass through."""
         return self._known[what](*given)
 
     def _average(self, timeout: float) -> bytes:
         try:
             return self._gradients.average_here(timeout, self._crew.interrupted())
-        except Behind:  # rank 0 has given it up, or gives it up when it hears this
+        except Behind:  # rank 0 has given up the round, or gives it up when it hears this
             return b""
 
     def _step(self, tip: Any, options: bytes, factor: float) -> None:
@@ -91,6 +92,6 @@ class Share:
         return self._replica.download_here(msgspec.convert(tip, Tip), timeout, carriers)
 
     def stop(self) -> None:
-        """Leave the runs of the strands, and give nothing more."""
+        """Leave the runs of the strands, and stop serving newcomers."""
         self._gradients.stop()
         self._replica.states.stop()

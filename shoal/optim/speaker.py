@@ -1,4 +1,4 @@
-"""The optimizer of rank 0 of a cluster speaks for all of its ranks: what it does for them in each of its calls."""
+"""Leads the calls that all ranks of a cluster make at once: the side of rank 0, whose optimizer speaks for all."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Speaker:
     """Rank 0's side of the calls that all ranks make at once.
 
     Args:
-        cluster: its ranks.
-        params: of the model, as an optimizer takes them.
-        extras: the tensors beside them that all ranks hold.
+        cluster: the ranks of the cluster.
+        params: the model's parameters, in the form that an optimizer takes.
+        extras: the extra tensors, which all ranks hold.
 
     Attributes:
-        gang: the ties to the other ranks.
-        crew: the other ranks, where they carry strands.
-        whole: the parameters in one piece, or those of its strands.
-        state: the tip of the parameters and the groups of the optimizer, once there is one.
+        gang: the connections to the other ranks.
+        crew: tells the other ranks what to do, if they carry strands.
+        whole: the parameters in one piece, or the pieces of rank 0's strands.
+        state: returns the tip of the parameters and the parameter groups; None until the optimizer is made.
     """
 
     def __init__(self, cluster: Cluster, params: Iterable[Any], extras: Sequence[Tensor]) -> None:
@@ -39,16 +39,16 @@ class Speaker:
         self.crew = Crew(self.gang)
         try:
             self.whole = parameters_of(cluster, params)
-        except BaseException:  # Ctrl-C, too: the others wait
+        except BaseException:  # Ctrl-C, too: the others must not wait
             self.gang.leave()
             raise
         self.state: Callable[[], tuple[Tip, Sequence[Mapping[str, Any]]]] | None = None
-        self._sent: Tip | None = None  # whose parameters the others have
+        self._sent: Tip | None = None  # the tip of the parameters that the others have
         self._leads = False
 
     @property
     def strands(self) -> Strands | None:
-        """The pieces that this rank steps, if the ranks carry strands."""
+        """The pieces that this rank steps, if ranks carry strands; else None."""
         return self.whole if isinstance(self.whole, Strands) else None
 
     def lead(
@@ -60,19 +60,23 @@ class Speaker:
         *,
         moves: bool = False,
     ) -> T:
-        """Make one call for all ranks. What this rank raises, the others hear.
+        """Make one call for all ranks. If this rank raises an error, the others hear of it.
 
         Args:
-            call: its name, which all must have called.
-            act: what rank 0 does, given the samples of all ranks.
-            prepare: what it does first, alone; returns its samples.
-            collect: a collective of all ranks before `act`, where parameters are sharded.
-            moves: whether the parameters change though the epoch may not.
+            call: the name of the call, which all ranks must make.
+            act: what rank 0 does, given the number of samples of all ranks.
+            prepare: what rank 0 does first, alone. It returns the number of samples of rank 0.
+            collect: a collective of all ranks before `act`, for sharded parameters.
+            moves: whether the parameters may change even if the epoch does not.
+
+        Returns:
+            What `act` returns.
 
         Raises:
-            ClusterError: if a rank is lost, or has called something else.
+            ClusterError: if a rank is lost, has raised an error or has made another call.
+            ValueError: if ranks have different gradients.
         """
-        if self._leads:  # a callback of this rank's user, in a call of all
+        if self._leads:  # a callback of the user, within a call of all ranks
             return act(prepare())
         self._leads = True
         try:
@@ -101,11 +105,11 @@ class Speaker:
             self._leads = False
 
     def forget(self) -> None:
-        """The parameters of this rank were set otherwise: the others get them in the next call."""
+        """Note that this rank's parameters were set in another way. The others get them in the next call."""
         self._sent = None
 
     def _hear(self, call: str, samples: int, refused: Exception | None, moves: bool) -> list[Report]:
-        """The reports of the others, of this call; if it makes no sense, all hear why."""
+        """Receive the reports of the other ranks for this call. If they do not fit together, tell all ranks why."""
         try:
             self.crew.hear()
             reports = self.gang.hear_reports()
@@ -158,7 +162,7 @@ class Speaker:
 
 
 def parameters_of(cluster: Cluster, params: Iterable[Any]) -> Whole | Strands:
-    """The parameters that a rank's optimizer steps: all of the model at rank 0, or those of its strands.
+    """The parameters that a rank's optimizer steps: the whole model at rank 0, or the pieces of the rank's strands.
 
     Raises:
         ValueError: for parameters that can't be cut into strands.

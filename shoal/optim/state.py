@@ -1,5 +1,5 @@
-"""The state of one peer's training (parameters, optimizer, scheduler and extra tensors): how it is stepped, averaged,
-copied for newcomers and taken over from others."""
+"""The state of one peer's training: parameters, optimizer, scheduler and extra tensors. The peer steps it, averages it,
+copies it for newcomers and takes it over from others."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from shoal.transfer.transfer import Downloaded
 log = logging.getLogger(__name__)
 
 TENSORS_OF_OPTIMIZER = 16
-"""No optimizer is known that keeps more than 15 tensors like each parameter, all in float32 or all in the parameter's
-dtype; and the parameter itself."""
+"""Limits the size of a download: the parameter itself, and 15 tensors of its shape, in float32 or in the parameter's
+dtype. No known optimizer keeps more."""
 
 MANIFEST_BYTES = 1 << 26
-"""For the options, counters and padding of a downloaded state."""
+"""The allowance for the options, counters and padding of a downloaded state."""
 
 AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -69,8 +69,8 @@ class Scalars(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a state is copied or loaded: parameters, with what the optimizer keeps of them, and extra tensors. The
-    rest of a state, which is not tensors, goes with every part."""
+    """The part of a state that is copied or loaded: parameters, with the optimizer's state of them, and extra tensors.
+    Every part has also all of the state that is not tensors."""
 
     parameters: Sequence[Tensor]
     extras: Sequence[Tensor]
@@ -81,14 +81,14 @@ class TrainingState:
 
     Args:
         optimizer: the local optimizer.
-        scheduler: stepped once per global epoch, or None.
-        extra_tensors: shared with newcomers beside the rest.
+        scheduler: a scheduler that is stepped once per global epoch, or None.
+        extra_tensors: other tensors that newcomers get.
         flat: move the parameters into flat memory now (`parameter.data` becomes a view of it), and the tensors of the
             optimizer's state after the first step. If False, all tensors stay where they are.
-        pinned: have the parameters in host memory that a GPU can reach directly.
+        pinned: keep the parameters in pinned host memory, which a GPU reaches directly.
 
     Attributes:
-        memory: the flat memory of the parameters, with `flat`.
+        memory: with `flat`, the flat memory of the parameters.
     """
 
     def __init__(
@@ -124,16 +124,18 @@ class TrainingState:
         return hash_of([flat.detach().cpu() for flat in self.memory.flat])
 
     def _kept(self, parameters: Sequence[Tensor] | None = None) -> Iterator[tuple[int, str, Any]]:
-        """(parameter, name, value) of everything in the optimizer's state, of all parameters or of these."""
+        """Yield (parameter's number, name, value) of everything in the optimizer's state of these parameters; of all
+        parameters when None."""
         for index, parameter in enumerate(self.parameters if parameters is None else parameters):
             for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 yield index, name, value
 
     def statistics(self, name: str) -> list[Tensor | None]:
-        """The tensors of that name in the optimizer's state, one for each parameter; None where it has none.
+        """The tensors called `name` in the optimizer's state, one for each parameter; None for a parameter without
+        state.
 
         Raises:
-            ValueError: if the optimizer has a state, but no tensor of this name and the parameter's shape.
+            ValueError: if the optimizer has state of a parameter, but no tensor of this name and the parameter's shape.
         """
         found: list[Tensor | None] = []
         for parameter in self.parameters:
@@ -148,7 +150,7 @@ class TrainingState:
             found.append(value)
         return found
 
-    # -- as newcomers get it
+    # -- copies for newcomers
 
     def snapshot(
         self,
@@ -158,22 +160,22 @@ class TrainingState:
         groups: Groups | None = None,
         part: Part | None = None,
     ) -> Snapshot:
-        """A copy of everything, or of a part of it, for a newcomer.
+        """Copy the state, or a part of it, for a newcomer.
 
         Args:
-            tip: names the state.
-            compression: how the tensors are sent.
-            averaged: names of statistics that are averaged. All others are sent exactly, because nothing would make
+            tip: the name of the state.
+            compression: the codec with which the tensors are sent.
+            averaged: names of statistics that peers average. All others are sent exactly, because no average would make
                 them equal again.
-            groups: the options of the parameter groups; by default those that they hold now.
-            part: what of it; None: all.
+            groups: the options of the parameter groups; by default those that the groups hold now.
+            part: the part to copy; all of the state when None.
 
         Raises:
             ValueError: if the optimizer holds something that is not plain data, or if the compression has no codec for
                 a tensor.
         """
         part = self._whole if part is None else part
-        # Statistics of one name follow each other: then few runs of a codec suffice, however many parameters there are.
+        # Statistics with the same name follow each other. So few codec spans suffice, even for many parameters.
         held = sorted(self._kept(part.parameters), key=lambda one: one[1])
         statistics = [one for one in held if isinstance(one[2], Tensor)]
         tensors = [*part.parameters, *(tensor for _, _, tensor in statistics), *part.extras]
@@ -202,15 +204,15 @@ class TrainingState:
         """Take over a downloaded state.
 
         Raises:
-            ValueError: if it does not fit this model; then nothing has changed.
+            ValueError: if the state does not fit this model. Then nothing has changed.
         """
         self.load_part(state, self._whole)
 
     def load_part(self, state: Downloaded, part: Part) -> None:
-        """Take over a downloaded state of that part.
+        """Take over a downloaded state of a part.
 
         Raises:
-            ValueError: if it does not fit this model; then nothing has changed.
+            ValueError: if the state does not fit this part. Then nothing has changed.
         """
         try:
             tensors, scalars = state.tensors(), _scalars.decode(state.scalars)
@@ -219,10 +221,10 @@ class TrainingState:
         self.load_tensors(tensors, scalars, part)
 
     def load_tensors(self, tensors: Sequence[Tensor], scalars: Scalars, part: Part) -> None:
-        """Take over a state of that part: its tensors as they are in a snapshot, and the rest.
+        """Take over a state of a part, given its tensors in the order of a snapshot, and the rest.
 
         Raises:
-            ValueError: if it does not fit this model; then nothing has changed.
+            ValueError: if the state does not fit this part. Then nothing has changed.
         """
         count, extras, mine = len(part.parameters), len(part.extras), self._options()
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
@@ -263,12 +265,12 @@ class TrainingState:
             self.scheduler.load_state_dict(scheduled)
 
     def _options(self) -> list[dict[str, Any]]:
-        """What newcomers get of the parameter groups as they are now."""
+        """The present options of the parameter groups that newcomers get."""
         left_out = KERNELS | {"params"}
         return [{k: v for k, v in group.items() if k not in left_out} for group in self.optimizer.param_groups]
 
     def _load_statistics(self, scalars: Scalars, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Copy into the tensors that are there, allocate the others, and drop those that the state does not have."""
+        """Copy into the statistics that exist, allocate missing ones, and drop those that the state does not have."""
         kept: dict[int, dict[str, Any]] = {}
         for (index, name), tensor in zip(scalars.statistics, tensors, strict=True):
             parameter = parameters[index]
@@ -288,26 +290,27 @@ class TrainingState:
 
 
 class Replica(TrainingState):
-    """This peer's state in a run: which state of the run it is, and the steps that it makes.
+    """This peer's state in a run, with its name in the run and its steps.
 
-    One thread at a time changes it; others may take snapshots meanwhile.
+    One thread at a time changes it. Other threads may take snapshots meanwhile.
 
     Args:
-        optimizer, scheduler, extra_tensors: see `TrainingState`. Extra tensors of floating point are averaged, too.
-        settings: of the `Optimizer`.
-        host: the copy on the host from whose groups the optimizer is made, if it steps there.
+        optimizer, scheduler, extra_tensors: see `TrainingState`. Floating-point extra tensors are averaged, too.
+        settings: the settings of the `Optimizer`.
+        host: the copy of the parameters on the host that the optimizer steps, if it does not step the model itself.
 
     Attributes:
-        tip: names the state of the parameters.
-        line: the lineages that this state went through, the tip's last.
+        tip: the name of the state.
+        line: the lineages through which this state went, the tip's last.
         state_digest: the blake3 hash of the parameters, 32 bytes.
         trained, frozen: the model's parameters that require gradients, and the others.
-        stepped: the optimizer's own of those that are trained.
-        drift: how far the model is from the parameters, where these are the anchor of an outer optimizer; else None.
+        stepped: the optimizer's own parameters that belong to `trained`.
+        drift: with an outer optimizer, the drift of the model from the anchor, which the parameters here are; else
+            None.
         shared: the averaged part of the state: parameters and statistics.
         buffers: the extra tensors that are averaged.
-        placement: of the model's parameters.
-        options: of the parameter groups: this peer's own, and the run's.
+        placement: where the model's parameters are.
+        options: the options of the parameter groups: this peer's own, and the run's.
 
     Raises:
         ValueError: if there is nothing to train, or as `FlatBuffer.adopt`.
@@ -348,7 +351,7 @@ class Replica(TrainingState):
 
     @property
     def tip(self) -> Tip:
-        """See the class. Whoever sets it says that this state follows from the one before."""
+        """The name of the state. To set it says that the new state follows from the one before."""
         return self._tip
 
     @tip.setter
@@ -357,27 +360,27 @@ class Replica(TrainingState):
         self.line.went_to(tip)
 
     def locked(self) -> AbstractContextManager[object]:
-        """Within, nobody else changes the state or copies it."""
+        """A context within which no other thread changes the state or copies it."""
         return self._lock
 
     @property
     def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The trained parameters, which get gradients in a backward pass, and those that may get none."""
+        """The parameters that get gradients in a backward pass, and those that must not get any."""
         return self.trained, self.frozen
 
     @property
     def described(self) -> Sequence[Tensor]:
-        """The model's parameters, as peers compare them: by shape and dtype."""
+        """The model's parameters, whose shapes and dtypes peers compare."""
         return self.parameters
 
     @property
     def described_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, as peers compare them."""
+        """The parameter groups, whose structure peers compare."""
         return self.optimizer.param_groups
 
     @property
     def max_nbytes(self) -> int:
-        """The largest size of a state of this model."""
+        """The largest size of a state of this model, in bytes."""
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
         return (
             TENSORS_OF_OPTIMIZER * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
@@ -385,16 +388,17 @@ class Replica(TrainingState):
 
     @property
     def is_averaged_whole(self) -> bool:
-        """Whether everything on which a step depends is averaged with the state: then peers are alike after it."""
+        """Whether an average of the state includes everything on which a step depends. Then peers have the same state
+        after it."""
         names = {name for _, name, value in self._kept() if isinstance(value, Tensor) and value.dim()}
         return names <= set(self._settings.average_opt_statistics)
 
     def take_over(self) -> None:
-        """Continue from what other code has set as the model's parameters, see `Placement.take_over`. Not to be called
-        while a step is under way in the background: the parameters on the host are newer than the model's then."""
+        """Continue from the model's parameters as other code has set them, see `Placement.take_over`. Do not call this
+        while a step is under way in the background, because the parameters on the host are newer than the model's."""
         with self._lock:
             changed = self.placement.take_over()
-            if self.drift is not None:  # what changes the model is drift, once there are epochs
+            if self.drift is not None:  # after the first epoch or inner step, changes of the model are drift
                 changed = changed and not (self.tip.epoch or self.drift.has_moved)
             if changed and self._host is not None:
                 self._host.copy(self._host.memory, self.memory)
@@ -405,15 +409,15 @@ class Replica(TrainingState):
 
     def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
         """End an epoch: set the state to its average if it was averaged, make the local optimizer's step with the
-        averaged gradients, and step the scheduler. With local updates there is only the rest to do, and what has
-        changed in the state since it was taken is kept.
+        averaged gradients, and step the scheduler. With local updates there is no step, and the changes of the state
+        since it was copied for the round are kept.
 
-        An optimizer on the host leaves the model's parameters as they are until `publish`.
+        If the optimizer steps a copy on the host, the model's parameters stay as they are until `publish`.
 
         Args:
-            as_grad: makes averaged gradients the `.grad` of parameters, clipped to a norm; see `EpochGradients`. None
-                with local updates.
-            tip: names the state after the step.
+            as_grad: makes the averaged gradients, clipped to a norm, the `.grad` of parameters; see `EpochGradients`.
+                None with local updates.
+            tip: the name of the state after the step.
             options: the run's options, see `GroupOptions`.
             with_state: whether the state was averaged.
         """
@@ -439,8 +443,9 @@ class Replica(TrainingState):
             self._adopt_new_statistics()
 
     def _step(self) -> None:
-        # On the host, torch's default kernel passes over the parameters once for every operation. Its fused kernels are
-        # as exact but round differently, alike with any number of threads: they divide the work between cache lines.
+        # On the host, torch's default kernel passes over the parameters once for each operation. Its fused kernels are
+        # as exact and round differently. They make the same bits with any number of threads, because they divide the
+        # work between cache lines.
         if all(parameter.device.type == "cpu" for parameter in self.stepped):
             pick_kernels(self.optimizer)
         self.optimizer.step()
@@ -448,10 +453,10 @@ class Replica(TrainingState):
     def _adopt_new_statistics(self) -> None:
         self.adopt_statistics()
         for name in self._settings.average_opt_statistics:
-            self.statistics(name)  # raises if there is none
+            self.statistics(name)  # raises if there is no such statistic
 
     def publish(self) -> None:
-        """Set the model's parameters to those that the optimizer has on the host."""
+        """Set the model's parameters to the optimizer's own on the host."""
         if self.drift is not None:
             self.placement.take_over()
             self.drift.publish()
@@ -468,7 +473,7 @@ class Replica(TrainingState):
             tensors += self.statistics(name)
         return tensors
 
-    # -- given to newcomers, taken from others, saved and loaded
+    # -- sent to newcomers, taken over from others, saved and loaded
 
     def copy_for_newcomer(self) -> Snapshot:
         """A snapshot of the state after the last epoch.
@@ -481,7 +486,7 @@ class Replica(TrainingState):
             return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
 
     def exact_copy(self) -> Kept:
-        """A copy of the state after the last epoch, uncompressed, with the line that leads to it.
+        """An uncompressed copy of the state after the last epoch, with the line of states that leads to it.
 
         Raises:
             ValueError: if the optimizer holds something that is not plain data.
@@ -491,7 +496,7 @@ class Replica(TrainingState):
 
     @property
     def nbytes(self) -> int:
-        """About the size of the state."""
+        """The approximate size of the state in bytes."""
         kept = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
         return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
 
@@ -499,7 +504,7 @@ class Replica(TrainingState):
         """See `TrainingState.load`.
 
         Args:
-            keeps_drift: what the model has moved from the anchor stays, and is of the new one.
+            keeps_drift: keep the drift of the model, which then counts from the new anchor.
         """
         with self._lock:
             self.placement.take_over()
@@ -522,7 +527,8 @@ class Replica(TrainingState):
         super().load(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state dict, with `["state"]["local_epoch"]`, and beside it under "shoal" the rest."""
+        """The local optimizer's state dict, with the epoch in `["state"]["local_epoch"]` and everything else under
+        "shoal"."""
         drift = self.drift
         state = self.optimizer.state_dict() if drift is None else drift.inner.state_dict()
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
@@ -535,10 +541,10 @@ class Replica(TrainingState):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a copy of a dict of `state_dict`, or of the local optimizer's own: then at the present tip.
+        """Continue from a copy of a state dict. The parameters are those of the model.
 
-        A dict that has an epoch and nothing else of Shoal (hivemind's) counts `target_batch_size` samples for each
-        epoch. The parameters are the model's.
+        The dict is from `state_dict`, or from the local optimizer; with the latter, the tip stays. A dict of hivemind
+        has an epoch and nothing else of this class. It counts as `target_batch_size` samples for each epoch.
         """
         given = copy.deepcopy(state_dict)
         epoch = given["state"].pop("local_epoch", None)
@@ -560,7 +566,7 @@ class Replica(TrainingState):
         self.state_digest = self.digest()
 
     def names(self) -> dict[str, Any]:
-        """The tip and the line, as a state dict has them."""
+        """The tip and the line, for a state dict."""
         named = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
         return {**named, "pin": self.tip.pin} if self.tip.pin else named
 
@@ -572,8 +578,8 @@ class Replica(TrainingState):
         self.tip = tip
 
     def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
-        """Load the inner optimizer's state, and the outer one's with the anchor if they were saved; else the anchor is
-        the model as it is."""
+        """Load the inner optimizer's state, and the outer optimizer's with the anchor. If the dict has no anchor, the
+        anchor becomes the model's parameters."""
         assert self._host is not None
         drift.inner.load_state_dict(inner)
         if drift.schedule is not None:
@@ -586,13 +592,13 @@ class Replica(TrainingState):
 
 
 async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
-    """The state that `take` copies, encoded; on the reactor.
+    """Encode the state that `take` copies. Runs on the reactor.
 
     Raises:
-        Refused: if it can't be sent.
+        Refused: if the state can't be sent.
     """
     try:
-        # In one expression, so that the copy is let go of before the encoded state is returned.
+        # In one expression, so that the copy is freed before the encoded state is returned.
         return await asyncio.to_thread(lambda: encoded(take()))
     except ValueError as error:
         log.warning("a newcomer can't have this peer's state: %s", error)
@@ -600,14 +606,14 @@ async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
 
 
 class SharedTensors(Vector):
-    """Tensors that rounds average: a copy of what they were when they were taken, and their average.
+    """Tensors that rounds average: a copy of them for the round, and their average.
 
     Args:
-        tensors: gives the tensors of this peer; None in place of one that it does not have.
-        layout: of the tensors.
-        compression: how they travel.
-        roles: of each tensor.
-        kinds: of each tensor, among those of its role; None: all are of one kind.
+        tensors: returns the tensors of this peer; None in place of a tensor that this peer does not have.
+        layout: the layout of the tensors.
+        compression: the codec of the tensors in a round.
+        roles: the role of each tensor.
+        kinds: the kind of each tensor among those of its role. If None, all are of the same kind.
     """
 
     def __init__(
@@ -623,14 +629,13 @@ class SharedTensors(Vector):
 
     @torch.no_grad()
     def take(self) -> None:
-        """Bring the tensors as they are now to the next round. A tensor that this peer does not have counts as
-        zeros."""
+        """Copy the tensors for the next round. A tensor that this peer does not have counts as zeros."""
         for mine, tensor in zip(self.inputs.views(), self._tensors(), strict=True):
             mine.zero_() if tensor is None else mine.copy_(tensor)
 
     @torch.no_grad()
     def put(self, *, keep_changes: bool) -> None:
-        """Set the tensors to their average; with `keep_changes` by the delta rule, see `put_average`."""
+        """Set the tensors to their average. With `keep_changes`, do so by the delta rule, see `put_average`."""
         views = zip(self._tensors(), self.outputs.views(), self.inputs.views(), self._roles, strict=True)
         for tensor, average, mine, role in views:
             if tensor is not None:
@@ -641,12 +646,16 @@ class SharedTensors(Vector):
 def put_average(tensor: Tensor, average: Tensor, before: Tensor | None, role: TensorRole | None) -> None:
     """Set a tensor to its average.
 
+    With `before`, the delta rule applies: the tensor becomes its average plus its change since `before`, where that is
+    finite. A statistic of the optimizer may have decayed by more than its average, and the rule would make it negative.
+    A negative second moment becomes NaN in an optimizer that takes its root. So if neither the average nor the present
+    value is negative anywhere, no element of a statistic becomes smaller than both.
+
     Args:
-        before: what the tensor was when it was taken, for the delta rule: the tensor becomes its average plus what has
-            changed in it since, where that is finite. None: it becomes its average.
-        role: of the tensor. By the delta rule, no statistic becomes less than both its average and what it is now, if
-            neither has a negative value. More may have decayed here than the average is, and an optimizer that divides
-            by the root makes NaN of a negative second moment.
+        tensor: the tensor to set.
+        average: its average, on the CPU.
+        before: a copy of the tensor from the beginning of the round. None: there is no delta rule.
+        role: the role of the tensor.
     """
     if before is None:
         tensor.copy_(average)
@@ -670,7 +679,7 @@ def hash_of(tensors: Iterable[Tensor]) -> bytes:
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """The plain data in a scheduler's state. Functions that torch leaves in it are each peer's own."""
+    """The plain data in a scheduler's state. It omits the functions that torch leaves there: each peer has its own."""
     if scheduler is None:
         return None
     return {key: plain(value) for key, value in scheduler.state_dict().items() if is_plain(value)}

@@ -1,4 +1,4 @@
-"""Parameters, optimizer statistics and buffers that peers average from time to time, beside training on their own."""
+"""Averages parameters, optimizer statistics and buffers from time to time, while each peer trains on its own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT = 60.0
 
 # [Note: threads] Three kinds of threads change the optimizer's tensors: the trainer's, the one that steps in the
-# background, and those of rounds. A thread that changes them holds `lock_optimizer` and, where rounds work on these
-# tensors themselves, the averager's lock, in this order.
+# background, and those of rounds. A thread that changes these tensors holds `lock_optimizer`. With `reuse_tensors` it
+# then takes the averager's lock, too, because rounds read and write the same tensors.
 
 
 class TrainingStateAverager(DecentralizedAverager):
@@ -48,32 +48,39 @@ class TrainingStateAverager(DecentralizedAverager):
     ...     averager.step(optimizer_step=True, zero_grad=True, averaging_round=number % 100 == 0)
 
     Args:
-        dht: see `DecentralizedAverager`.
-        optimizer, params, scheduler: as for `shoal.Optimizer`; the scheduler follows `local_epoch`.
-        initialize_optimizer: have the optimizer make its statistics now, by a step with gradients of zero, which leaves
-            the parameters as they are; None: if it has none yet.
-        offload_optimizer: make the optimizer over parameters of its own on the host; `step` sets the model's to them.
-        custom_gradients: with `offload_optimizer`, the user sets the gradients of the optimizer's parameters.
-        reuse_tensors: average the optimizer's tensors themselves, without copies; then the optimizer does not step
-            while a round runs. By default with `offload_optimizer`, without `delta_rule_averaging`.
-        delta_rule_averaging: keep what changes while a round runs in the background: tensors become their average plus
-            the change. Then they are not the same bits on all peers.
+        dht: this peer's place in the DHT, started.
+        optimizer: a torch optimizer, or a function that makes one from `params`.
+        params: parameters or parameter groups. Give it if, and only if, `optimizer` is a function.
+        scheduler: a torch scheduler of the optimizer, or a function that makes one from it. It follows `local_epoch`.
+        initialize_optimizer: make the optimizer create its statistics now, by a step with gradients of zero. The
+            parameters stay as they are. None: do so if the optimizer has no statistics yet.
+        offload_optimizer: make the optimizer over a copy of the parameters on the host. `step` sets the model's
+            parameters to this copy.
+        custom_gradients: you set the gradients of the optimizer's own parameters. Needs `offload_optimizer`.
+        reuse_tensors: average the optimizer's tensors themselves, without a copy. Then the optimizer does not step
+            while a round runs. None: True with `offload_optimizer` and without `delta_rule_averaging`.
+        delta_rule_averaging: keep the changes that are made while a round runs in the background: a tensor becomes its
+            average plus its change. Then peers do not hold the same bits.
         sync_epoch_when_averaging: after a round, continue at the highest epoch of the group.
-        parameter_names: of the parameters, in their order, for a `compression` that chooses by them.
+        parameter_names: a name for each parameter, in their order, for a `compression` that chooses by name. By default
+            their numbers.
         average_opt_statistics: names of the optimizer's statistics that are averaged.
-        extra_tensors: averaged, too, and shared with newcomers.
-        status_loglevel: the level of log lines about rounds.
-        performance_ema_alpha: accepted, and without effect: nothing here is predicted.
-        kwargs: of `DecentralizedAverager`, among them `prefix` and `start`.
+        extra_tensors: tensors that are averaged and that newcomers get, too.
+        status_loglevel: the level of the log lines about rounds.
+        performance_ema_alpha: accepted without effect: this averager predicts nothing.
+        kwargs: the other arguments of `DecentralizedAverager`, among them `prefix` and `start`.
 
     Attributes:
-        local_epoch: may be set.
-        optimizer, scheduler, main_parameters, extra_tensors: what is trained; `main_parameters` are the model's.
-        opt_keys_for_averaging: as `average_opt_statistics`.
-        lock_optimizer: held while the optimizer's tensors change; users may hold it to read and change them.
+        local_epoch: this peer's epoch; you may set it.
+        optimizer: the optimizer that is stepped.
+        scheduler: the scheduler that follows `local_epoch`, or None.
+        extra_tensors: as given, as a list.
+        main_parameters: the model's parameters.
+        opt_keys_for_averaging: `average_opt_statistics`, as a tuple.
+        lock_optimizer: the lock that is held while the optimizer's tensors change. Hold it to read or change them.
 
     Raises:
-        ValueError: for arguments that do not go together, and as `DecentralizedAverager`.
+        ValueError: if arguments do not go together, and as `DecentralizedAverager`.
     """
 
     def __init__(
@@ -117,7 +124,7 @@ class TrainingStateAverager(DecentralizedAverager):
         self._places.keep()
         self.lock_optimizer = threading.RLock()
         self.local_epoch = 0
-        self._updates: list[StateUpdate] = []  # under way or not applied yet, in their order
+        self._updates: list[StateUpdate] = []  # the updates that are under way or not applied yet, in their order
         self._background = ThreadPoolExecutor(1, thread_name_prefix="shoal-state")
         tensors = self._own_tensors()
         averaged = tensors if reuse_tensors else [_host_copy(tensor) for tensor in tensors]
@@ -126,10 +133,11 @@ class TrainingStateAverager(DecentralizedAverager):
         super().__init__(averaged, dht, **kwargs)
 
     def _infos_of(self, averaged: Sequence[torch.Tensor], names: Sequence[str | int] | None) -> list[CompressionInfo]:
-        """Name, role and kind of the averaged tensors: parameters, statistics (one name after the other), extra ones.
+        """Name, role and kind of each averaged tensor: first the parameters, then the statistics (one name after the
+        other), then the extra tensors.
 
         Raises:
-            ValueError: for names that do not fit.
+            ValueError: if there are not as many names as parameters.
         """
         count = len(self._state.parameters)
         names = range(count) if names is None else names
@@ -147,8 +155,11 @@ class TrainingStateAverager(DecentralizedAverager):
         """Look for a group now, for the round of a later `step(averaging_control=…)`.
 
         Args:
-            scheduled_time: when that will be, in seconds of `get_dht_time()`.
-            kwargs: of `DecentralizedAverager.step`.
+            scheduled_time: the time of that call, in seconds of `get_dht_time()`.
+            kwargs: arguments of `DecentralizedAverager.step`.
+
+        Returns:
+            The control to give to `step`.
         """
         given = {"gather": self.local_epoch, **kwargs}
         control = super().step(scheduled_time=scheduled_time, wait=False, require_trigger=True, **given)
@@ -171,33 +182,35 @@ class TrainingStateAverager(DecentralizedAverager):
         set_to_none: bool = True,
         averaging_opts: Mapping[str, Any] | None = None,
     ) -> Gathered | None:
-        """Do what the arguments ask for, in this order.
+        """Do what the arguments ask for, in the order of the arguments.
+
+        If an earlier step in the background has raised an error, this call raises it.
 
         Args:
-            wait_for_delayed_updates: wait for what runs in the background. By default before a round and, without the
-                delta rule, before the optimizer's step, whose result the background's would overwrite.
+            wait_for_delayed_updates: wait for what runs in the background. None: wait before a round and, without the
+                delta rule, before the optimizer's step, because the result of the background would overwrite the
+                result of this step.
             apply_delayed_updates: set the tensors to the results of the background.
-            increment_epoch: add 1 to `local_epoch`; the scheduler follows, after the optimizer's step if there is one.
+            increment_epoch: add 1 to `local_epoch`. The scheduler follows, after the optimizer's step if there is one.
             optimizer_step: step the optimizer.
             zero_grad: clear the gradients.
-            delay_optimizer_step: do so in the background, and apply the result in a later call; needs
-                `offload_optimizer`.
-            averaging_round: average with peers. A round that fails is logged, and changes nothing.
-            delay_averaging: continue meanwhile, and apply the result in a later call; by default as
-                `delay_optimizer_step`.
-            averaging_control: the round that was scheduled for this by `schedule_step`.
-            wait_for_trigger: called before the optimizer's step, where the step is made; with `reuse_tensors` or
-                `custom_gradients`. If it raises, nothing is stepped or averaged.
-            grad_scaler: by which the optimizer is stepped.
-            set_to_none: how gradients are cleared.
-            averaging_opts: of `DecentralizedAverager.step`: weight, timeout and so on.
+            delay_optimizer_step: make the optimizer's step in the background, and apply its result in a later call.
+                Needs `offload_optimizer`.
+            averaging_round: average with peers. If the round fails, a log line says so, and nothing changes.
+            delay_averaging: average in the background, and apply the result in a later call. As
+                `delay_optimizer_step` when None.
+            averaging_control: a round that `schedule_step` has scheduled for this call.
+            wait_for_trigger: a function that is called before the optimizer's step, in the thread that makes the step.
+                If it raises an error, nothing is stepped or averaged. Needs `reuse_tensors` or `custom_gradients`.
+            grad_scaler: a scaler that steps the optimizer.
+            set_to_none: clear gradients by setting them to None; if False, to zeros.
+            averaging_opts: arguments of `DecentralizedAverager.step`: weight, timeout and so on.
 
         Returns:
-            What the group of a round gathered (the epochs of its members) if one was finished in this call, else None.
+            The epochs of the members of a round's group, by peer id, if a round was finished in this call; else None.
 
         Raises:
-            ValueError: for arguments that do not go together. An error of an earlier step in the background is raised,
-                too.
+            ValueError: if arguments do not go together.
         """
         if delay_averaging is None:
             delay_averaging = delay_optimizer_step
@@ -314,14 +327,15 @@ class TrainingStateAverager(DecentralizedAverager):
 
     @torch.no_grad()
     def _take(self) -> list[torch.Tensor] | None:
-        """Copy the tensors as they are now to the averaged ones; with the delta rule, return a copy for `_put`."""
+        """Copy the optimizer's tensors to the averaged ones. With the delta rule, return another copy for `_put`."""
         with self.lock_optimizer, self.get_tensors() as averaged:
             if not self.reuse_tensors:
                 foreach_copy_(list(averaged), self._own_tensors())
             return [tensor.clone() for tensor in averaged] if self.delta_rule_averaging else None
 
     def _put(self, before: Sequence[torch.Tensor | None] | None) -> None:
-        """Set the tensors to their averages; given what the averaged tensors were `before`, by the delta rule."""
+        """Set the optimizer's tensors to their averages. With `before`, the copies that `_take` made, by the delta
+        rule."""
         if self.reuse_tensors:
             return
         with self.lock_optimizer, self.get_tensors() as averaged:
@@ -342,7 +356,8 @@ class TrainingStateAverager(DecentralizedAverager):
         return any(update.is_stepping for update in self._updates)
 
     def _settle(self, wait: bool, apply: bool) -> Gathered | None:
-        """Wait for what is under way, and apply what is finished. Returns what a finished round gathered."""
+        """Wait for the updates that are under way, and apply those that are finished. Returns what a finished round
+        gathered."""
         gathered = None
         for update in list(self._updates):
             if wait:
@@ -368,8 +383,8 @@ class TrainingStateAverager(DecentralizedAverager):
         return gathered
 
     def _publish(self, update: StateUpdate) -> None:
-        """Set the model's parameters to the optimizer's. While a round may be writing those, it is left to the time
-        when its result is there."""
+        """Set the model's parameters to the optimizer's. Do nothing while a round may be writing the optimizer's: the
+        model then gets them with the result of the round."""
         if update.published or not self.offload_optimizer:
             return
         with self.lock_optimizer:
@@ -387,7 +402,7 @@ class TrainingStateAverager(DecentralizedAverager):
             foreach_copy_(list(self.main_parameters), self._state.parameters)
 
     def _follow_epoch(self) -> None:
-        """The scheduler follows, unless a step in the background is to be made with the old rate."""
+        """Step the scheduler up to this epoch, unless a step in the background still needs the old learning rate."""
         if not self._is_stepping:
             with self.lock_optimizer:
                 self._step_scheduler()
@@ -395,8 +410,13 @@ class TrainingStateAverager(DecentralizedAverager):
     # -- state
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """The epoch, this peer's parameters, averaged statistics and extra tensors, and a `CompressionInfo` of each.
-        (Newcomers get all statistics, the optimizer's options and the scheduler's state beside them.)"""
+        """This peer's averaged state. (Newcomers get more: all statistics, the optimizer's options and the scheduler's
+        state.)
+
+        Returns:
+            A dict with the epoch and the group bits; copies of the parameters, averaged statistics and extra tensors on
+            the CPU; and a `CompressionInfo` of each of these tensors.
+        """
         with self._still():
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._own_tensors()]
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._infos
@@ -412,18 +432,20 @@ class TrainingStateAverager(DecentralizedAverager):
     def load_state_from_peers(  # type: ignore[override]
         self, wait: bool = True, timeout: float | None = None
     ) -> bool:
-        """Download the state that most peers have (of equally many, the newest), and continue from it: parameters,
-        optimizer, scheduler, extra tensors and epoch.
+        """Download the state that most peers have, and continue from it: parameters, optimizer, scheduler, extra
+        tensors and epoch. If equally many peers have several states, the newest is taken.
 
         Args:
-            wait: must be True: the tensors are not to be used meanwhile.
-            timeout: seconds; 60 when None.
+            wait: must be True: you may not use the tensors during the download.
+            timeout: the time in seconds without any progress after which the download fails; 60 when None.
 
         Returns:
-            Whether it was taken over; it is not if it is of an epoch before this peer's.
+            Whether this peer took over the state. It did not if the state is of an epoch before this peer's.
 
         Raises:
-            AveragingError: if nobody shares a state, none comes in time, or it does not fit; then nothing has changed.
+            AveragingError: if no peer shares a state, if none comes in time, or if it does not fit. Then nothing has
+                changed.
+            ValueError: for `wait=False`.
         """
         if not wait:
             raise ValueError("wait=False: a state can't be written while its user goes on")
@@ -444,7 +466,7 @@ class TrainingStateAverager(DecentralizedAverager):
         return True
 
     def shutdown(self) -> None:
-        """See `DecentralizedAverager.shutdown`. A step in the background ends by itself."""
+        """Leave the run, see `DecentralizedAverager.shutdown`. This call does not wait for a step in the background."""
         super().shutdown()
         self._background.shutdown(wait=False, cancel_futures=True)
 
@@ -454,9 +476,9 @@ class StateUpdate:
     """A step of a `TrainingStateAverager` that may still be under way: the optimizer's step, and the round after it.
 
     Attributes:
-        work: the optimizer's step and the beginning of the round, if they are made in the background.
-        round: averages the state.
-        before: what the averaged tensors were, if changes since then are to be kept.
+        work: the optimizer's step and the beginning of the round, if the background makes them.
+        round: the round that averages the state.
+        before: with the delta rule, copies of the averaged tensors as they were before the round.
         published: whether the model has the parameters that the optimizer's step made.
     """
 
@@ -488,8 +510,8 @@ class StateUpdate:
                     future.exception()
 
     def result(self) -> Gathered | None:
-        """What the round gathered; None if there was none, or if it failed, which is logged. Raises what the work
-        raised, and errors of the round that are not the network's. Called when both are done."""
+        """What the round gathered; None if there was no round, or if it failed, which is logged. Call this when both
+        are done. It raises the error of the work, and errors of the round that are not the network's."""
         if self.work is not None:
             self.work.result()
         if self.round is None:
@@ -502,8 +524,8 @@ class StateUpdate:
 
 
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its statistics, by a step with gradients of zero. Parameters and step counts are restored
-    afterwards."""
+    """Make the optimizer create its statistics, by a step with gradients of zero. Afterwards, parameters and step
+    counts are what they were."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     values = [parameter.detach().clone() for parameter in parameters]
     step: Callable[[], Any] = optimizer.step

@@ -1,4 +1,4 @@
-"""One strand of a run, which those that carry it average in rounds of their own."""
+"""Averages one strand of a run, in rounds of the ranks that carry it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.swarm.protocol.tip import LAST_EPOCH, Tip
 from shoal.swarm.swarm import Swarm
 
-LEAST_PATIENCE = 1.0  # seconds that a round waits at least for a member that may come
+LEAST_PATIENCE = 1.0  # the shortest time in seconds that a round waits for a member that has not joined
 MORE_THAN_A_ROUND = 2.0**60  # samples
 
 
 class _OfStrand(DHTDirectory):
-    """Where those are listed that carry a strand. Who is alone there is alone in the run, which says so."""
+    """The list of the ranks that carry a strand. It reports no others, so nobody is warned of being alone here: the run
+    itself gives this warning."""
 
     def others(self) -> int:
         return 0
 
 
 class StrandAverager(DecentralizedAverager):
-    """A rank's part in the rounds of a strand. It is in the strand's run from `run_in_background` to `shutdown`, as
-    often as need be.
+    """A rank's part in the rounds of a strand. The ranks that carry a strand have a run of their own for it. This rank
+    is in that run from `run_in_background` to `shutdown`, possibly several times.
 
-    The states of a strand's run follow from those of the run (`of_strand`). So who comes to a round when it is over
-    fetches its result, as the others have it, and no rank averages with those of another epoch.
+    The tips of a strand's run follow from the tips of the run (`of_strand`). So a rank that comes too late for a round
+    fetches the same result that the others have, and no rank averages with ranks at another epoch.
 
     Args:
-        vector: what rounds average: its inputs are read, and its outputs written.
-        strand, of: the strand, and how many there are.
-        fragment: of the model, with an outer optimizer that averages it in several.
-        tip: of the cluster's state.
-        settings: of the optimizer.
-        dht: of this rank.
+        vector: the vector that rounds average. They read its inputs and write its outputs.
+        strand: the number of the strand.
+        of: the number of strands.
+        fragment: the number of the fragment, if an outer optimizer averages the model in fragments; else 0.
+        tip: returns the tip of the cluster's state.
+        settings: the settings of the optimizer.
+        dht: the DHT of this rank.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class StrandAverager(DecentralizedAverager):
             **options,
         )
         self.in_step, self._patience = True, settings.matchmaking_time
-        self._place = replace(self._place, keeps_state=True)  # who misses a round fetches its result
+        self._place = replace(self._place, keeps_state=True)  # a member that misses a round fetches its result
 
     def _directory(self, run_id: str) -> Directory:
         return _OfStrand(self.dht.dht_node, run_id)
@@ -87,16 +89,16 @@ class StrandAverager(DecentralizedAverager):
         return tip
 
     def _is_final(self, error: AveragingError) -> bool:
-        """Whether others are at another epoch is not told by those who carry a strand, of whom one may lie: the run
-        knows, and the round is given up then."""
+        """Whether a round ends with this error. If a member says that others are at another epoch, it may lie, so the
+        round continues. The run itself tells this peer when it has to give up the round."""
         return isinstance(error, Rejected)
 
     def agreed_options(self) -> dict[str, str]:
-        """See `DecentralizedAverager`; the terms of the run, too."""
+        """See `DecentralizedAverager`. It also has the options of the run."""
         return super().agreed_options() | self._agreed
 
     def begin(self, weight: float) -> StepControl:
-        """Join the next round with that weight."""
+        """Join the next round with this weight."""
         return self.step(weight=weight, scheduled_time=get_dht_time() + self._patience, wait=False)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
@@ -104,7 +106,7 @@ class StrandAverager(DecentralizedAverager):
             await swarm.learn_of_round()
         contribution = self._contribution(self._vector, control, hold, self._read)
         outcome = await self._average(swarm, control, contribution, deadline)
-        # A member that stands still is connected, and does not come: each wait for it is half of the last.
+        # A member that hangs stays connected and does not join. So each wait for it is half as long as the last.
         was_long = outcome.matchmaking_seconds > 0.9 * self._patience
         patience = self._patience / 2 if was_long else 2 * self._patience
         self._patience = min(max(patience, LEAST_PATIENCE), self.min_matchmaking_time)
@@ -114,7 +116,7 @@ class StrandAverager(DecentralizedAverager):
 
 
 def of_strand(tip: Tip) -> Tip:
-    """The state of each strand's run from which the round is made that leads on from that state of the run. Half an
-    epoch later the strand's round is made, and the run's is not."""
-    # That of the next epoch outranks both, whatever the rounds weigh.
+    """The tip of each strand's run that belongs to `tip` of the run. The epochs of a strand's run count double: 2 k
+    before the strand's round of epoch k, and 2 k + 1 after it."""
+    # The tip of the next epoch outranks both, whatever the weights of the rounds.
     return Tip(min(2 * tip.epoch, LAST_EPOCH - 1), tip.lineage, tip.epoch * MORE_THAN_A_ROUND)

@@ -1,5 +1,5 @@
-"""An optimizer's state as one piece at rank 0, of a cluster whose ranks carry strands, and back. All ranks call these
-functions at once."""
+"""Gathers the state of an optimizer from the strands of a cluster's ranks to rank 0, and scatters it back. All ranks
+call these functions at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Stands for a tensor, shaped as its parameter, that rank 0 has."""
+    """Stands for a tensor that only rank 0 has. It has the shape of its parameter."""
 
     dtype: torch.dtype
 
 
 def check_fits(state: StateDict, groups: Sequence[dict[str, Any]], model: Sequence[Tensor]) -> None:
-    """Look, at rank 0, whether a torch optimizer's state dict is of these parameters.
+    """At rank 0: check that a torch optimizer's state dict is of these parameters.
 
     Raises:
         ValueError: if it has other groups, or a tensor for a parameter of another shape.
@@ -43,19 +43,24 @@ def check_fits(state: StateDict, groups: Sequence[dict[str, Any]], model: Sequen
 
 
 def is_of_parameter(name: str, value: object) -> bool:
-    """Whether a value of a whole state belongs to each element of its parameter. Torch keeps counters as tensors, too,
-    under the name `step`."""
+    """Whether a value in a whole state has an element for each element of its parameter. Torch keeps counters as
+    tensors, too, under the name `step`; these do not."""
     return isinstance(value, Tensor) and (value.dim() > 0 or name != "step")
 
 
-# -- of the strands
+# -- an optimizer that steps the pieces of strands
 
 
 def gather_state(strands: Strands, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> StateDict:
-    """The state of an optimizer of pieces, as one of the whole parameters has it; nothing at other ranks than 0.
+    """Gather the state of an optimizer that steps pieces.
 
     Args:
-        own: what the optimizer steps: one tensor for each piece.
+        strands: the pieces of this rank.
+        optimizer: the optimizer.
+        own: the tensors that the optimizer steps, one for each piece.
+
+    Returns:
+        At rank 0, the state dict that an optimizer of the whole parameters would have; {} at other ranks.
     """
     kept = [optimizer.state.get(piece, {}) for piece in own]
     names = {name for held, piece in zip(kept, own, strict=True) for name in held if _belongs(held.get(name), piece)}
@@ -79,7 +84,8 @@ def gather_state(strands: Strands, optimizer: torch.optim.Optimizer, own: Sequen
 def scatter_state(
     strands: Strands, optimizer: torch.optim.Optimizer, own: Sequence[Tensor], whole: StateDict | None
 ) -> None:
-    """Load a state of the whole parameters, which rank 0 has, into an optimizer of pieces. See `gather_state`."""
+    """Load a state of the whole parameters into an optimizer that steps pieces. Only rank 0 has `whole`; it is None at
+    other ranks. See `gather_state`."""
     told, tensors = _told(strands, whole)
     values = {}
     for name, held in sorted(tensors.items()):
@@ -106,7 +112,7 @@ def scatter_state(
 
 
 def _whole_or_nothing(strands: Strands, number: int, held: dict[int, Tensor | Elsewhere]) -> Tensor:
-    """What `Strands.scatter` takes for a parameter: zeros where there is nothing."""
+    """The tensor that `Strands.scatter` takes for a parameter: zeros if there is no value."""
     value, parameter = held.get(number), strands.model[number]
     if isinstance(value, Tensor):
         return value
@@ -128,11 +134,11 @@ def _groups_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> Iter
         first += count
 
 
-# -- of the model as it lies
+# -- an optimizer that steps the model's own parameters
 
 
 def gather_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> StateDict:
-    """The state of an optimizer of the model's own parameters, in one piece; nothing at other ranks than 0."""
+    """Gather the state of an optimizer that steps the model's own parameters. Returns {} at other ranks than 0."""
     given = optimizer.state_dict()
     state = {
         number: {name: full(value) if isinstance(value, Tensor) else value for name, value in sorted(held.items())}
@@ -152,7 +158,12 @@ def scatter_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer, w
 
 
 def _told(strands: Strands, whole: StateDict | None) -> tuple[StateDict, dict[str, dict[int, Tensor | Elsewhere]]]:
-    """What all ranks know of a state that rank 0 has: all but its tensors; and those, by name and parameter."""
+    """Share a state that only rank 0 has, except its tensors.
+
+    Returns:
+        The state with an `Elsewhere` in place of each tensor, at all ranks; and the tensors by name and parameter's
+        number, which are `Elsewhere` at other ranks than 0.
+    """
     skeleton: StateDict = {}
     if whole is not None:
         state = {

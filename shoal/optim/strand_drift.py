@@ -1,5 +1,5 @@
-"""The drift of a cluster whose ranks carry strands: each rank makes inner steps with its part of the model, and brings
-to the rounds how far its strands have moved."""
+"""The drift of a cluster whose ranks carry strands. Each rank makes inner steps with its part of the model, and brings
+the drift of its strands to their rounds."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ MakeAverager = Callable[[Vector, int, int], StrandAverager]
 
 
 class StrandDrift(StrandRounds, Drift):
-    """The drift of the strands that this rank carries; at rank 0, what `Epoch` knows as the cluster's drift.
+    """The drift of the strands that this rank carries. At rank 0, `Epoch` uses it as the drift of the whole cluster,
+    and each call is made at all ranks.
 
-    The inner optimizer steps the parameters of the model as they lie at this rank. The pieces of `strands` are the
-    model for `Drift`: they are gathered before its drift is taken, and spread where they were changed.
+    The inner optimizer steps the parameters of the model that this rank has, whole or sharded. For `Drift`, the model
+    is the pieces of `strands`. They are gathered from the model before the drift is taken. When they change, they are
+    spread to the model.
 
     Args:
-        settings: of the optimizer.
+        settings: the settings of the optimizer.
         inner: the optimizer of the model's own parameters.
         model: the trained pieces of this rank.
-        anchors: of each.
+        anchors: the anchor of each piece.
         outer: the optimizer of the anchors.
         turns: for each fragment and each strand of this rank, the numbers of its pieces.
         make_averager: see `MakeAverager`.
@@ -41,7 +43,7 @@ class StrandDrift(StrandRounds, Drift):
         crew: see `StrandRounds`.
 
     Attributes:
-        schema: which parameters of the model are averaged together, as peers compare it.
+        schema: which parameters of the model are averaged together, as bytes that peers compare.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class StrandDrift(StrandRounds, Drift):
         Drift.__init__(self, settings.outer, *parts, codec, feedback, turns=turns)
         self.schema = b""
         self._pieces = strands
-        self._is_gathered = False  # whether the pieces are what the model is
-        self._quiet = 0  # the others know what is done now
+        self._is_gathered = False  # whether the pieces equal the model
+        self._quiet = 0  # over 0 while the other ranks need not be told what this rank does
         self._strands: list[list[Strand]] = []
         for fragment, places in enumerate(self._turns):
             made = []
@@ -81,12 +83,12 @@ class StrandDrift(StrandRounds, Drift):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the other ranks do by themselves what is done here."""
+        """Whether the other ranks do the same by themselves, so that rank 0 need not tell them."""
         return self._quiet > 0
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Within, that is so."""
+        """Within this context, `is_quiet` is true."""
         self._quiet += 1
         try:
             yield
@@ -100,10 +102,10 @@ class StrandDrift(StrandRounds, Drift):
         with self.quiet():
             yield
 
-    # -- what `Drift` does, at all ranks
+    # -- the methods of `Drift`, at all ranks
 
     def accumulate(self, batch_size: float) -> None:
-        """See `Drift`; of the samples of the cluster."""
+        """See `Drift`. `batch_size` is the number of samples of the whole cluster."""
         if not self.is_quiet:
             self._crew.tell_quietly("accumulate", batch_size)
         with self.quiet():
@@ -157,7 +159,7 @@ class StrandDrift(StrandRounds, Drift):
             self._pieces.is_ahead = True
 
     def _gather(self) -> None:
-        """A collective, if there were inner steps."""
+        """Gather the pieces from the model, if there were inner steps since. All ranks call this at once."""
         if not self._is_gathered:
             self._pieces.gather_parameters()
             self._is_gathered = True
@@ -168,7 +170,7 @@ class StrandDrift(StrandRounds, Drift):
         """Take the drift, and begin the rounds of all strands with it, unless this epoch has had them.
 
         Returns:
-            The number of samples behind what the cluster brings: none if an element is not finite at any rank.
+            The number of samples behind the cluster's drift; 0 if an element is not finite at any rank.
         """
         if self.held:
             return self._brought_to_rounds
@@ -179,12 +181,12 @@ class StrandDrift(StrandRounds, Drift):
         return self._brought_to_rounds
 
     def close_here(self) -> bool:
-        """Take the drift of this rank's strands; whether it is finite."""
+        """Take the drift of this rank's strands. Returns whether it is finite."""
         self._gather()
         return self.take()
 
     def begin_rounds(self, are_finite: bool) -> None:
-        """Begin the rounds of this rank; with what is not finite somewhere, all go back to the anchor."""
+        """Begin the rounds of this rank. If the drift of any rank is not finite, go back to the anchor before."""
         if not are_finite:
             with self.quiet():
                 self.go_back()
@@ -192,7 +194,7 @@ class StrandDrift(StrandRounds, Drift):
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[None]:
-        """See `Drift`; scaled down as rank 0 says."""
+        """See `Drift`. Here the average is scaled down by the factor that rank 0 has sent."""
         with Drift.as_grad(self, targets):
             if self._factor < 1.0:
                 foreach_mul_([target.grad for target in targets if target.grad is not None], self._factor)

@@ -1,4 +1,4 @@
-"""The gradients of a cluster whose ranks carry strands: each rank accumulates and averages those of its own strands."""
+"""The gradients of a cluster whose ranks carry strands. Each rank accumulates and averages those of its own strands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from shoal.optim.strand_rounds import Strand, StrandRounds
 
 
 class StrandGradients(StrandRounds):
-    """The gradients of the strands that this rank carries; at rank 0, what `Epoch` knows as the cluster's gradients.
+    """The gradients of the strands that this rank carries. At rank 0, `Epoch` uses them as the gradients of the whole
+    cluster, and each call is made at all ranks.
 
     Args:
         trained: for each strand of this rank, the pieces of parameters that get gradients.
-        gradients: of each.
-        averagers: of each.
+        gradients: the gradients of each strand.
+        averagers: the averager of each strand.
         carriers, crew, max_norm: see `StrandRounds`.
     """
 
@@ -49,22 +50,22 @@ class StrandGradients(StrandRounds):
         return self._gradients[0].samples
 
     def accumulate(self, batch_size: float) -> None:
-        """Add the `.grad` of the pieces, the mean over `batch_size` samples of the cluster."""
+        """Add the `.grad` of the pieces, which is the mean over `batch_size` samples of the cluster."""
         self._crew.tell_quietly("accumulate", batch_size)
         for gradients in self._gradients:
             gradients.accumulate(batch_size)
 
     def reset(self) -> None:
-        """Drop what was accumulated."""
+        """Drop the accumulated gradients."""
         self._crew.tell("reset")
         for gradients in self._gradients:
             gradients.reset()
 
     def close(self, scale: float = 1.0) -> float:
-        """Begin the rounds of all strands with what was accumulated, unless this epoch has had them.
+        """Begin the rounds of all strands with the accumulated gradients, unless this epoch has had them.
 
         Returns:
-            The number of samples behind what the cluster brings: none if an element is not finite at any rank.
+            The number of samples behind the cluster's gradients; 0 if an element is not finite at any rank.
         """
         if self.held:
             return self._brought_to_rounds
@@ -77,19 +78,20 @@ class StrandGradients(StrandRounds):
         return samples
 
     def close_here(self) -> bool:
-        """Bring what was accumulated to the next rounds; whether all of it is finite."""
+        """Copy the accumulated gradients for the next rounds. Returns whether all of them are finite."""
         samples = self.samples
         return min([gradients.close() for gradients in self._gradients]) == samples
 
     def begin_rounds(self, samples: float) -> None:
-        """Begin the rounds of this rank; without samples, drop what was accumulated."""
+        """Begin the rounds of this rank. If `samples` is 0, drop the accumulated gradients."""
         for gradients in self._gradients if not samples else ():
             gradients.reset()
         self.begin_here(self._strands, samples)
 
     @contextlib.contextmanager
     def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
-        """Within, the `.grad` of this rank's pieces are the averages; afterwards what they were."""
+        """Within this context, the `.grad` of this rank's pieces are the averages. Afterwards they are what they
+        were."""
         with contextlib.ExitStack() as within:
             for pieces, gradients in zip(self._trained, self._gradients, strict=True):
                 within.enter_context(gradients.as_grad(pieces))

@@ -1,4 +1,4 @@
-"""The state of a cluster whose ranks carry strands: each rank has that of its own strands."""
+"""The state of a cluster whose ranks carry strands. Each rank has the state of its own strands."""
 
 from __future__ import annotations
 
@@ -42,39 +42,41 @@ from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Snapshot
 from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve
 
-ATTEMPTS = 5  # to have the strands of one state, while the run goes on
+ATTEMPTS = 5  # tries to download all strands of one state, while the run continues
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadedStrands(Downloaded):
-    """The first strand of a state, and beside it all those of this rank.
+    """The downloaded strands of a state. The fields of `Downloaded` are those of one of them.
 
     Attributes:
-        strands: each by its number.
+        strands: the strands of this rank, by number.
     """
 
     strands: Mapping[int, Downloaded] = field(default_factory=dict)
 
 
 class StrandReplica(Replica):
-    """The pieces of parameters that this rank carries, with what the optimizer keeps of them. At rank 0, what is done
-    to it is done at all ranks: it is what `Epoch` knows as the cluster's state.
+    """The pieces of parameters that this rank carries, with the optimizer's state of them. At rank 0, `Epoch` uses it
+    as the state of the whole cluster, and each call is made at all ranks. The methods whose names end in `_here` are
+    this rank's part of such a call.
 
     Args:
-        stepped: the optimizer of this rank's pieces; with an outer optimizer, that of their anchors on the host.
-        extra_tensors: of the model; they go with the first strand.
-        settings: of the optimizer.
+        stepped: the optimizer of this rank's pieces; with an outer optimizer, the optimizer of their anchors on the
+            host.
+        extra_tensors: the extra tensors, which belong to strand 0.
+        settings: the settings of the optimizer.
         strands: the pieces.
-        crew: the other ranks.
-        dht: of this rank.
+        crew: tells the other ranks what to do.
+        dht: the DHT of this rank.
 
     Attributes:
-        gradients: with which it is stepped.
-        states: given to newcomers and taken from others.
-        state_digest: at rank 0 the hash of all strands' digests.
+        gradients: the gradients, or the drift, with which it is stepped.
+        states: sends strands to newcomers, and downloads strands.
+        state_digest: at rank 0, the hash of the digests of all strands.
 
     Raises:
-        ValueError: as `Replica`, if the optimizer does not have all pieces, and if they are not to be cut.
+        ValueError: as `Replica`; if the optimizer does not have all pieces, or does not treat each element alike.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class StrandReplica(Replica):
         super().__init__(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
 
     def digest(self) -> bytes:
-        """The hashes of this rank's strands, one after the other; at rank 0 one hash of all."""
+        """The hashes of this rank's strands, one after the other; at rank 0, one hash of the hashes of all strands."""
         self.crew.tell("digest")
         mine = b"".join(hash_of([p.detach().cpu() for p in self.part(k).parameters]) for k in self.strands.mine)
         if self.strands.rank:
@@ -112,27 +114,27 @@ class StrandReplica(Replica):
         return name_of(self.strands.carriers, [mine, *self.crew.hear()])
 
     def part(self, strand: int) -> Part:
-        """What of the state is of that strand."""
+        """The part of the state that belongs to a strand of this rank."""
         places = self.strands.numbers[self.strands.mine.index(strand)]
         return Part([self.parameters[place] for place in places], self.extra_tensors if strand == 0 else [])
 
     @property
     def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """See `Replica`: with an outer optimizer the pieces get no gradients."""
+        """See `Replica`. With an outer optimizer, the model's parameters get gradients, and not the pieces."""
         if self._host is None:
             return super().in_backward
         model = self.strands.model
         return [p for p in model if p.requires_grad], [p for p in model if not p.requires_grad]
 
     def take_over(self) -> None:
-        """See `Replica`: until the first epoch has ended, others may set the model's parameters."""
+        """See `Replica`. Here other code may set the model's parameters only until the first epoch has ended."""
         if not self.tip.epoch and not (self.drift is not None and self.drift.has_moved):
             self.crew.tell("take over")
             self.take_over_here()
             self.state_digest = self.digest()
 
     def take_over_here(self) -> None:
-        """Take the pieces of this rank from the model."""
+        """Copy the pieces of this rank from the model."""
         with self._lock:
             self.strands.gather_parameters()
             if self._host is not None:
@@ -175,7 +177,11 @@ class StrandReplica(Replica):
         return groups
 
     def exact_copy(self) -> Kept:
-        """Raises ValueError: each rank has a part of it only."""
+        """Not possible, because each rank has only a part of the state.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("a cluster whose ranks carry strands keeps no state that it leaves")
 
     # -- for newcomers
@@ -187,7 +193,7 @@ class StrandReplica(Replica):
 
     @property
     def terms(self) -> dict[str, str]:
-        """What the ranks must have alike, for they make one step."""
+        """The options and shapes that must be equal at all ranks."""
         kinds: dict[str, object] = {"optimizer": self.optimizer, "scheduler": self.scheduler}
         if self.drift is not None:
             kinds |= {"outer optimizer": self.optimizer, "optimizer": self.drift.inner, "scheduler": None}
@@ -199,7 +205,11 @@ class StrandReplica(Replica):
         }
 
     def compare(self, of_first: Mapping[str, str]) -> None:
-        """At other ranks: look whether this rank has what rank 0 has. Raises ValueError."""
+        """At other ranks: compare the terms of rank 0 with this rank's.
+
+        Raises:
+            ValueError: with the name of the first one that differs.
+        """
         mine = self.terms
         for name in sorted({*mine, *of_first}):
             if mine.get(name) != of_first.get(name):
@@ -209,10 +219,10 @@ class StrandReplica(Replica):
                 )
 
     def give(self) -> None:
-        """Serve newcomers.
+        """Begin to serve this rank's strands to newcomers.
 
         Raises:
-            ClusterError: if a rank was made otherwise than rank 0.
+            ClusterError: at rank 0, if the terms of another rank differ.
         """
         if not self.strands.rank:
             self.crew.tell("compare", self.terms)
@@ -231,10 +241,16 @@ class StrandReplica(Replica):
     def download(
         self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], reserve: Reserve | None
     ) -> DownloadedStrands:
-        """Have each rank download its strands of one state: that which most of `donors` hold of the first strand.
+        """Make each rank download its strands of the same state. It is the state whose strand 0 most donors hold.
+
+        Args:
+            donors: the rank 0 of other clusters.
+            timeout: the time in seconds without any progress after which a download fails.
+            wanted: whether a state with this tip will do.
+            reserve: see `download_state`.
 
         Raises:
-            DownloadFailed: if some strand could not be downloaded; then nothing has changed.
+            DownloadFailed: if a strand could not be downloaded. Then nothing has changed.
         """
         failed = ""
         for _ in range(ATTEMPTS):
@@ -248,7 +264,7 @@ class StrandReplica(Replica):
             if not failed:
                 of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
                 return DownloadedStrands(**of_first, strands=self._downloaded)
-        raise DownloadFailed(f"the strands of one state could not be had: {failed}")
+        raise DownloadFailed(f"could not download all strands of one state: {failed}")
 
     def download_here(
         self,
@@ -257,7 +273,8 @@ class StrandReplica(Replica):
         of_strand: Sequence[Sequence[Carrier]],
         known: Mapping[int, Downloaded] | None = None,
     ) -> str:
-        """Download this rank's strands of that state, but for those that are known. Returns why that failed, or ""."""
+        """Download this rank's strands of the state `tip`, except those in `known`. Returns the reason if that failed,
+        else ""."""
         self._downloaded = dict(known or {})
         under_way = {
             strand: self.states.begin(strand, of_strand[strand], timeout, tip.is_state_of)
@@ -294,12 +311,12 @@ class StrandReplica(Replica):
     # -- saved and loaded
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Replica`: the state of the whole cluster, at rank 0."""
+        """See `Replica`. Rank 0 gets the state of the whole cluster."""
         self.crew.tell("state dict")
         return self.state_dict_here()
 
     def state_dict_here(self) -> dict[str, Any]:
-        """This rank's part in `state_dict`; nothing at other ranks than 0."""
+        """This rank's part of `state_dict`. Returns {} at other ranks than 0."""
         optimizer, drift = self.optimizer, self.drift
         stepped = gather_state(self.strands, optimizer, self.parameters)
         inner = {} if drift is None else gather_state_of_model(self.strands, drift.inner)
@@ -330,7 +347,12 @@ class StrandReplica(Replica):
         self.load_state_here(given, {**ours, "epoch": state_dict["state"].get("local_epoch")})
 
     def load_state_here(self, given: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
-        """This rank's part in `load_state_dict`; rank 0 has what is loaded."""
+        """This rank's part of `load_state_dict`. Only rank 0 has the state that is loaded.
+
+        Args:
+            given: the optimizer's state dict; None at other ranks.
+            ours: the rest of the dict and the epoch; None at other ranks.
+        """
         tensors = ours if ours is not None and "drift" in ours else None
         plain = {name: value for name, value in (ours or {}).items() if name not in ("outer", "drift")}
         plain = shared_by_all(self.strands.group, plain | {"has drift": tensors is not None})
@@ -387,7 +409,7 @@ def _result(future: Future[Downloaded]) -> Downloaded:
 
 
 def groups_of_model(optimizer: torch.optim.Optimizer, strands: Strands) -> list[ModelGroup]:
-    """The parameter groups of an optimizer of pieces as users see them: with the model's parameters."""
+    """The parameter groups that users see, of an optimizer that steps pieces: they have the model's parameters."""
     groups = []
     for group in optimizer.param_groups:
         of_first = group["params"][: len(group["params"]) // len(strands.mine)]

@@ -1,5 +1,5 @@
-"""The state of a run in strands: each rank gives newcomers its own, rank 0 says who has which, and a newcomer's ranks
-download theirs."""
+"""Sends and downloads the state of a run in strands. Each rank serves its own strands to newcomers, and rank 0 says
+which rank has which strand. The ranks of a newcomer download their own strands."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve, downloa
 
 log = logging.getLogger(__name__)
 
-ASK_SECONDS = 10.0  # that a peer may take to say who carries its strands
-MOST = 1024  # strands, and ranks of a cluster
-MOST_ADDRESSES = 8  # of a rank
-MOST_ASKED = 16  # peers from which strands are downloaded
+ASK_SECONDS = 10.0  # the time that a peer may take to say which of its ranks carry which strands
+MOST = 1024  # the largest number of strands, and of ranks of a cluster
+MOST_ADDRESSES = 8  # the largest number of addresses of a rank
+MOST_ASKED = 16  # the largest number of peers from which strands are downloaded
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Carrier(msgspec.Struct, array_like=True, frozen=True):
-    """A rank, and where it listens."""
+    """A rank that carries strands, and the addresses on which it listens."""
 
     key: Digest
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MOST_ADDRESSES)] = ()
 
     @property
     def peer(self) -> PeerID:
-        """As a peer."""
+        """The peer id of the rank."""
         return PeerID(self.key)
 
 
@@ -60,18 +60,18 @@ class Carriers(msgspec.Struct, tag=2, array_like=True, frozen=True):
     numbers: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MOST)]
 
     def fits(self, strands: int) -> bool:
-        """Whether it says who carries each of so many strands."""
+        """Whether this message says for each of `strands` strands which rank carries it."""
         return len(self.numbers) == strands and max(self.numbers) < len(self.ranks)
 
 
 class StrandStates:
-    """A rank's part in giving and taking strands.
+    """A rank's part in sending and downloading strands.
 
     Args:
-        dht: of this rank, which is in the run (`admit_to`).
-        run_id: of the run.
-        count: how many strands there are.
-        max_nbytes: of a strand that is downloaded.
+        dht: the DHT of this rank, which is admitted to the run (`admit_to`).
+        run_id: the name of the run.
+        count: the number of strands.
+        max_nbytes: the largest size of a downloaded strand, in bytes.
     """
 
     def __init__(self, dht: DHT, run_id: str, count: int, max_nbytes: int) -> None:
@@ -88,7 +88,8 @@ class StrandStates:
         return f"strand {strand} of {self._count}/{self._run_id}"
 
     def meet(self, first: Carrier) -> None:
-        """At other ranks: know the DHT that rank 0 knows. Ranks may have been given other initial peers, or none."""
+        """At other ranks: join the DHT of rank 0 (`first`), because the user may have given ranks different initial
+        peers, or none."""
 
         async def meet() -> None:
             try:
@@ -98,16 +99,16 @@ class StrandStates:
 
         self._dht.submit(meet()).result()
 
-    # -- given
+    # -- strands for newcomers
 
     @property
     def me(self) -> Carrier:
-        """This rank."""
+        """This rank, with its addresses."""
         return Carrier(self._dht.peer_id.key, tuple(map(str, self._dht.get_visible_maddrs()))[:MOST_ADDRESSES])
 
     @property
     def asked_at(self) -> float:
-        """When a strand was last asked for, on the loop's clock."""
+        """The time of the last request for a strand, on the loop's clock."""
         return max((donor.asked_at for donor in self._donors), default=float("-inf"))
 
     def give(
@@ -118,10 +119,11 @@ class StrandStates:
         line: Callable[[], bytes],
         allow: bool,
     ) -> None:
-        """Serve these strands.
+        """Serve the strands of this rank to newcomers.
 
         Args:
-            copy: takes a snapshot of one.
+            mine: the numbers of the strands.
+            copy: takes a snapshot of a strand, given its number.
             tip, line, allow: see `StateDonor`.
         """
 
@@ -138,7 +140,7 @@ class StrandStates:
         self._dht.submit(give()).result()
 
     def say_who_carries(self, carriers: Carriers) -> None:
-        """At rank 0: answer those who ask."""
+        """At rank 0: answer the peers that ask which rank carries which strand."""
 
         def answer(peer: PeerID, message: object, _buffers: object) -> Reply:
             if self._gate is not None:
@@ -154,7 +156,7 @@ class StrandStates:
         self._dht.submit(say()).result()
 
     def stop(self) -> None:
-        """Give nothing more."""
+        """Stop serving newcomers."""
 
         async def stop() -> None:
             self._dht.node.stop_serving(self._service)
@@ -166,13 +168,16 @@ class StrandStates:
         if self._dht.is_alive():
             self._dht.submit(stop()).result()
 
-    # -- taken
+    # -- strands of other clusters
 
     def who_carries(self, donors: Sequence[PeerID]) -> list[Carriers]:
-        """Ask ranks 0 of other clusters.
+        """Ask other clusters which of their ranks carry which strands.
+
+        Args:
+            donors: the rank 0 of each cluster.
 
         Raises:
-            DownloadFailed: if none says it, with the reason of each.
+            DownloadFailed: if no cluster answers, with the reason of each.
         """
         failed: dict[PeerID, str] = {}
 
@@ -195,7 +200,7 @@ class StrandStates:
         found = [said for said in self._dht.submit(ask_all()).result() if said is not None]
         if not found:
             reasons = "; ".join(f"{donor!r}: {reason}" for donor, reason in failed.items())
-            raise DownloadFailed(f"nobody says who carries the strands. {reasons or 'There was nobody to ask'}")
+            raise DownloadFailed(f"no peer says who carries its strands. {reasons or 'There was nobody to ask'}")
         return found
 
     def begin(
@@ -206,12 +211,12 @@ class StrandStates:
         wanted: Callable[[Tip], bool],
         reserve: Reserve | None = None,
     ) -> Future[Downloaded]:
-        """Begin to download a strand from those who carry it, see `download_state`."""
+        """Begin to download a strand from the ranks that carry it, see `download_state`."""
 
         async def download() -> Downloaded:
             node = self._dht.node
             for carrier in carriers:
-                if not node.known_addresses(carrier.peer):  # what a peer says of itself is newer
+                if not node.known_addresses(carrier.peer):  # addresses that the peer itself has told are newer
                     node.learn(carrier.peer, _addresses_of(carrier))
             return await download_state(
                 node,
@@ -228,7 +233,7 @@ class StrandStates:
 
 
 def _addresses_of(carrier: Carrier) -> list[Multiaddr]:
-    """Those that can be read: others may have more kinds."""
+    """The addresses that this version can read: other versions may have more kinds."""
     found = []
     for text in carrier.addresses:
         try:

@@ -1,4 +1,4 @@
-"""What a rank of a cluster brings to the rounds of its strands, made for an optimizer's settings."""
+"""Makes the gradients, or the drift, that a rank of a cluster brings to the rounds of its strands."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from shoal.optim.strand_replica import StrandReplica
 
 
 def strands_of(settings: Settings, replica: StrandReplica, inner: Stepped, dht: DHT) -> StrandGradients | StrandDrift:
-    """The gradients of this rank's strands, or their drift, with which the replica is stepped.
+    """Make the gradients of this rank's strands, or their drift. The replica is stepped with their average.
 
     Args:
-        inner: with an outer optimizer, what steps the model.
+        settings: the settings of the optimizer.
+        replica: the state of this rank's strands.
+        inner: with an outer optimizer, the inner optimizer, which steps the model.
+        dht: the DHT of this rank.
     """
     strands, crew, codec = replica.strands, replica.crew, settings.grad_compression
     feedback, max_norm = settings.error_feedback, settings.max_grad_norm
@@ -38,7 +41,7 @@ def strands_of(settings: Settings, replica: StrandReplica, inner: Stepped, dht: 
         of_strand = [
             [numbers[id(piece)] for piece in map(strands.pieces.__getitem__, places) if piece.requires_grad]
             for places in strands.numbers
-        ]  # for each strand and trained parameter
+        ]  # the number of the piece, for each strand and trained parameter
         turns = [[[own[number] for number in fragment] for own in of_strand] for fragment in fragments]
         parts = replica.trained, replica.stepped, replica.optimizer
         made = StrandDrift(settings, inner, *parts, turns=turns, make_averager=averager, strands=strands, crew=crew)

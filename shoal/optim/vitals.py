@@ -1,4 +1,5 @@
-"""What a peer says of itself to whoever watches the run: gathered in the trainer's thread, published on the reactor."""
+"""The health record of a peer, for users who watch the run. The trainer's thread gathers it, and the reactor publishes
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import CancelledError
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +45,29 @@ from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, EpochReport, Event, ForkReport
 from shoal.optim.run import Run
 from shoal.p2p.errors import P2PError
+from shoal.p2p.release import RELEASE
 from shoal.swarm.protocol.messages import Terms
 
 log = logging.getLogger(__name__)
 
-RECENT_EPOCHS = 8  # whose mean time is told
-AT_ONCE_SECONDS = 2.0  # between two records, where one is published at once, since a member was lost
-GOODBYE_SECONDS = 0.5  # that the last record may take: nobody waits for it longer
-NOT_COMPARED = bytes(PREFIX_BYTES)  # in place of a digest that may differ between peers that are well
+RECENT_EPOCHS = 8  # the record has the mean time of so many epochs
+AT_ONCE_SECONDS = 2.0  # the shortest time between two records; a lost member makes this peer publish early
+GOODBYE_SECONDS = 0.5  # nobody waits longer than this for the last record
+NOT_COMPARED = bytes(PREFIX_BYTES)  # replaces a digest that may differ between healthy peers
 
 
 class Vitals:
-    """Gathers what a peer's health record says, and publishes one every PERIOD_SECONDS.
+    """Gathers the contents of this peer's health record, and publishes a record every PERIOD_SECONDS.
 
-    The trainer's thread calls `heard` and `report`; `health` and the publishing are the reactor's. A lock guards what
-    both touch, and is held for nothing that takes time.
+    The trainer's thread calls `heard` and `report`. The reactor calls `health` and publishes. A lock guards the fields
+    that both use, and is held only for short.
 
     Args:
         run: this peer's part in the run.
-        tracker: counts samples.
+        tracker: counts the samples.
         epoch: has the state.
-        compares: whether peers of one kind of machine hold the same parameters at the end of each epoch.
-        counts_steps: whether an epoch ends after so many inner steps, not samples.
+        compares: whether peers with the same kind of machine hold the same parameters at the end of each epoch.
+        counts_steps: whether an epoch ends after a number of inner steps, instead of samples.
     """
 
     def __init__(self, run: Run, tracker: RunProgress, epoch: Epoch, *, compares: bool, counts_steps: bool) -> None:
@@ -74,23 +75,23 @@ class Vitals:
         self._counts_steps = counts_steps
         self._lock = threading.Lock()
         self._started, self._number = get_dht_time(), 0
-        self._release = printable(version("shoal"), MAX_TEXT)
+        self._release = printable(RELEASE, MAX_TEXT)
         self._device = printable(this_machine().partition(", ")[2], MAX_TEXT)
         self._terms = _hash_of(run.swarm.peer.terms)
         self._machine = b""
         self._marks: dict[int, Mark] = {}  # by the number that divides the epoch
-        self._ends: deque[float] = deque(maxlen=RECENT_EPOCHS + 1)  # of epochs
+        self._ends: deque[float] = deque(maxlen=RECENT_EPOCHS + 1)  # the times at which epochs ended
         self._last: Round | None = None
         self._totals = Totals()
-        self._losses: list[float] = []  # since the last record
-        self._loss: float | None = None  # their mean before
+        self._losses: list[float] = []  # the losses since the last record
+        self._loss: float | None = None  # the mean loss of the last record
         self._publishing: asyncio.Task[None] | None = None
-        self._warned = False  # of an unexpected error
+        self._warned = False  # whether a warning has told of an unexpected error
 
     # -- in the trainer's thread
 
     def report(self, loss: float) -> None:
-        """The trainer has computed a loss. One that is not finite is counted as a fault."""
+        """Record a loss of the trainer. A loss that is not finite counts as a fault."""
         if not math.isfinite(loss):
             self._run.faults.add(FaultKind.NOT_FINITE, f"the loss is {loss}")
             return
@@ -100,10 +101,10 @@ class Vitals:
                 del self._losses[: len(self._losses) // 2]
 
     def heard(self, event: Event) -> None:
-        """The optimizer tells its user of something."""
+        """Record an event that the optimizer tells its user."""
         try:
             self._gather(event)
-        except Exception as error:  # noqa: BLE001 (whatever is wrong here, no training ends for it)
+        except Exception as error:  # noqa: BLE001 (an error here must not end the training)
             self._failed(error)
 
     def _gather(self, event: Event) -> None:
@@ -123,20 +124,20 @@ class Vitals:
             self._run.faults.add(FaultKind.FORK, str(event))
 
     def _mark(self, epoch: int, lineage: bytes, digest: str, machine: bytes) -> None:
-        if machine != self._machine:  # it steps otherwise than before
+        if machine != self._machine:  # the bits of this peer's steps are no longer comparable with those before
             self._marks.clear()
             self._machine = machine
         told = bytes.fromhex(digest)[:PREFIX_BYTES] if self._compares else NOT_COMPARED
         for every in MARK_EVERY:
             if epoch % every == 0:
                 self._marks[every] = Mark(epoch, lineage[:PREFIX_BYTES], told)
-            elif every in self._marks and self._marks[every].epoch > epoch:  # of a line that this peer has left
+            elif every in self._marks and self._marks[every].epoch > epoch:  # the mark is of states that it has left
                 del self._marks[every]
 
     # -- on the reactor
 
     def health(self, *, left: bool = False) -> Health:
-        """What this peer says of itself now."""
+        """This peer's present health record."""
         run, swarm, node = self._run, self._run.swarm, self._run.dht.node
         tip, local, all_peers = self._epoch.applied, self._tracker.local_progress, self._tracker.global_progress
         counts, fault = run.faults.so_far()
@@ -205,13 +206,13 @@ class Vitals:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Say once that something is wrong here, which is nobody's but this program's fault."""
+        """Log an unexpected error, which is a bug of Shoal: the first one as a warning, later ones at DEBUG."""
         level = logging.DEBUG if self._warned else logging.WARNING
         self._warned = True
-        log.log(level, "what this peer says of itself may be missing where it is watched: %r", error, exc_info=error)
+        log.log(level, "this peer's health record may be missing or incomplete: %r", error, exc_info=error)
 
     async def _keep_publishing(self, board: HealthBoard) -> None:
-        """Publish a record every PERIOD_SECONDS, and at once when a member was lost."""
+        """Publish a record every PERIOD_SECONDS, and earlier when a member is lost."""
         news = self._run.swarm.contacts.losses.news
         while True:
             await self._publish(board)
@@ -224,12 +225,12 @@ class Vitals:
     # -- life
 
     def start(self) -> None:
-        """Publish from now on."""
+        """Begin to publish."""
         board, node = self._board(), self._run.dht.node
         self._publishing = self._run.call(lambda: node.spawn(self._keep_publishing(board)))
 
     def stop(self) -> None:
-        """Publish nothing more, but that this peer leaves."""
+        """Publish a last record, which says that this peer leaves, and stop."""
         if self._publishing is None or not self._run.dht.is_alive():
             return
         with contextlib.suppress(TimeoutError, CancelledError, RuntimeError):  # the DHT is shut down at this moment
@@ -276,7 +277,7 @@ def _added(totals: Totals, last: Round) -> Totals:
 
 
 def _memory() -> int:
-    """Resident bytes of this process (Linux)."""
+    """The resident memory of this process in bytes; 0 if the system does not tell (it is not Linux)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

@@ -1,6 +1,7 @@
-"""Outer optimizers: they step what all peers of a run hold in common, with the mean of what their inner steps did.
+"""Outer optimizers: they step the parameters that all peers of a run have in common, with the mean result of their
+inner steps.
 
-`shoal.DiLoCo(optimizer=…)` takes them. Each is made of operations that every processor rounds alike.
+`shoal.DiLoCo(optimizer=…)` takes them. Each uses only operations that every processor rounds alike.
 """
 
 from __future__ import annotations

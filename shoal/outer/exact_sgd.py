@@ -1,4 +1,4 @@
-"""Stochastic gradient descent whose bits are the same on every processor."""
+"""Stochastic gradient descent with the same bits on every processor."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class ExactSGD(torch.optim.Optimizer):
-    """As `torch.optim.SGD`, with momentum as there, made of single multiplications and additions.
+    """`torch.optim.SGD`, with momentum as defined there, computed by single multiplications and additions.
 
-    Each of them is one operation of IEEE 754, rounded once, so peers on unlike processors end with equal bits.
-    torch's own optimizers multiply and add in one operation where the processor can, which rounds otherwise: a step
-    differs from theirs by at most a few units in the last place.
+    Each is one operation of IEEE 754, rounded once, so peers on unlike processors get equal bits. torch's own
+    optimizers multiply and add in one operation where the processor can, which rounds differently. A step differs from
+    torch's by at most a few units in the last place.
 
     Args:
-        params: as torch's optimizers take them.
+        params: tensors or parameter groups, as for torch's optimizers.
         lr: the learning rate.
-        momentum: the part of the last step's direction that stays; 0 for none.
-        nesterov: look ahead by one step, as Sutskever et al. 2013 (PMLR 28) write it.
+        momentum: the factor by which the last step's direction is kept; 0 for none.
+        nesterov: use Nesterov's momentum, in the form of Sutskever et al. 2013 (PMLR 28). Default: False.
     """
 
     element_wise = True  # see `shoal.sharding.element_wise`
@@ -29,10 +29,13 @@ class ExactSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
-        """Make one step with the parameters' `.grad`; one without a gradient stays, and so does its momentum.
+        """Makes one step with the parameters' `.grad`. A parameter without a gradient keeps its value and its momentum.
 
         Args:
-            closure: evaluated first, with gradients enabled; its result is returned.
+            closure: evaluated first, with gradients enabled; None for none.
+
+        Returns:
+            The result of the closure, or None.
         """
         loss = None
         if closure is not None:

@@ -1,4 +1,4 @@
-"""What users name as the outer optimizer, before there are parameters to make it of."""
+"""The outer optimizers that users name, before there are parameters to make one for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shoal.outer.exact_sgd import ExactSGD
 
 @dataclass(frozen=True)
 class OuterRule:
-    """Makes an outer optimizer of parameters, as a function `params -> optimizer` does.
+    """Makes an outer optimizer of parameters: call it with `params`.
 
     Args:
-        lr: the learning rate, over 0.
-        momentum: from 0 to less than 1.
+        lr: the learning rate, greater than 0. Default: 1.0.
+        momentum: from 0 to less than 1. Default: 0.
 
     Raises:
-        ValueError: for other numbers.
+        ValueError: if a number is out of its range.
     """
 
     lr: float = 1.0
@@ -38,12 +38,29 @@ class OuterRule:
 
 @dataclass(frozen=True)
 class SGD(OuterRule):
-    """The mean of what the peers did, times `lr`: with 1.0, the anchor becomes the mean of the peers' models."""
+    """Plain SGD: adds the mean of the peers' updates, times `lr`. With `lr` 1.0 the anchor becomes the mean of the
+    peers' models.
+
+    Args:
+        lr: the learning rate, greater than 0. Default: 1.0.
+        momentum: from 0 to less than 1. Default: 0.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
 
 
 @dataclass(frozen=True)
 class Nesterov(OuterRule):
-    """Nesterov's momentum, the outer optimizer of DiLoCo (arXiv 2311.08105), with its values as the defaults."""
+    """Nesterov's momentum, the outer optimizer of DiLoCo (arXiv 2311.08105). The defaults are the values of that paper.
+
+    Args:
+        lr: the learning rate, greater than 0. Default: 0.7.
+        momentum: from 0 to less than 1. Default: 0.9.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
 
     lr: float = 0.7
     momentum: float = 0.9

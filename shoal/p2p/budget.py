@@ -1,4 +1,4 @@
-"""Memory that all links share for large messages that have not arrived completely."""
+"""Memory that all links share, for large messages that have not arrived completely."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class Budget(Generic[Holder]):
-    """Who holds how much of a number of bytes, and who waits for some. Each holder has one piece at most.
+    """Shares a number of bytes among holders. Each holder has one piece at most, and holders may wait for theirs.
 
     Args:
         free: the number of bytes.
 
     Attributes:
-        free: how many of them nobody holds.
+        free: the number of bytes that nobody holds.
     """
 
     def __init__(self, free: int) -> None:
         self.free = free
-        self._held: dict[Holder, tuple[int, float]] = {}  # how much, since when: the oldest first
+        self._held: dict[Holder, tuple[int, float]] = {}  # (bytes, since when), the oldest first
         self._waiting: list[Callable[[], object]] = []
 
     def take(self, holder: Holder, size: int, resume: Callable[[], object]) -> bool:
-        """Takes memory, if there is enough and nobody else waits.
+        """Take memory, if there is enough and nobody else waits.
 
         Args:
-            holder: who takes it.
-            size: how many bytes.
-            resume: called from the loop when memory was given back, if there was not enough. The holder must then ask
+            holder: the holder that takes it.
+            size: the number of bytes.
+            resume: called on the loop when memory is given back, if there was not enough. The holder must then ask
                 again.
 
         Returns:
@@ -47,14 +47,16 @@ class Budget(Generic[Holder]):
         return True
 
     def give(self, holder: Holder) -> None:
-        """Gives back the memory of a holder, if it has some. All who wait ask again."""
+        """Give back the memory of a holder, if it has some. All waiting holders ask again."""
         self.free += self._held.pop(holder, (0, 0.0))[0]
         waiting, self._waiting = self._waiting, []
         for resume in waiting:
             asyncio.get_running_loop().call_soon(resume)
 
     def overdue(self) -> Holder | None:
-        """The holder that keeps others waiting for too long: the one that has had its memory for longest."""
+        """The holder that has had its memory for longest, if others wait and it has had it for too long; otherwise
+        None.
+        """
         for holder, (_, since) in self._held.items():
             return holder if self._waiting and time.monotonic() - since > PATIENCE else None
         return None

@@ -1,5 +1,4 @@
-"""Memory for what comes and goes over lanes. It is used again and again: memory that is fresh from the kernel costs as
-much as a cipher."""
+"""Memory for the chunks of lanes. It is reused, because fresh memory from the kernel costs as much time as a cipher."""
 
 from __future__ import annotations
 
@@ -12,27 +11,27 @@ from collections import deque
 from typing import Final
 
 _SMALLEST_BITS: Final = 16
-_SPARE: Final = 1 << 10  # beyond a power of two: for what sealing adds to a payload of that size
-KEPT_BYTES: Final = 64 << 20  # of each size
-ASK_AGAIN: Final = 0.05  # seconds; who gives memory back can't call anybody, see `_back`
+_SPARE: Final = 1 << 10  # bytes beyond a power of two, for those that sealing adds to a payload of that size
+KEPT_BYTES: Final = 64 << 20  # bytes of each size
+ASK_AGAIN: Final = 0.05  # seconds; returned memory can't trigger a callback, see `_back`
 
 
 class Buffers:
-    """A pool, for any thread. A buffer comes back when nobody refers to it any more.
+    """A pool of buffers for any thread. A buffer returns to the pool when nobody refers to it any more.
 
     Args:
-        limit: bytes that may be out at once.
+        limit: bytes that may be in use at once.
     """
 
     def __init__(self, limit: int) -> None:
         self._left, self._missed_at = limit, float("-inf")
         self._free: dict[int, deque[bytearray]] = {}
         self._lock = threading.Lock()
-        # A buffer comes back in any thread, in the middle of anything: so without a lock.
+        # A buffer returns on any thread and at any moment, so its return takes no lock.
         self._back: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
 
     def take(self, nbytes: int) -> memoryview | None:
-        """A buffer of so many bytes, with anything in it; None if there is none now: ask again after ASK_AGAIN."""
+        """A buffer of `nbytes` bytes with arbitrary content. None if there is none now: ask again after ASK_AGAIN."""
         size = (1 << max(_SMALLEST_BITS, (nbytes - _SPARE - 1).bit_length())) + _SPARE
         with self._lock:
             while not self._back.empty():

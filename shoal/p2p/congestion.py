@@ -1,4 +1,4 @@
-"""How TCP takes a packet that is lost: BBR keeps its rate, where others halve theirs."""
+"""TCP's reaction to packet loss: BBR keeps its rate, where other algorithms halve theirs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SHORT_SECONDS: Final = 0.001
 
 @cache
 def has_bbr() -> bool:
-    """Whether this process may use BBR. If not, says so in the log, once: `lanes` ask before there is any thread."""
+    """Whether this process may use BBR. If not, it logs a warning, once. (`lanes` calls this before any thread
+    does.)
+    """
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
@@ -31,11 +33,11 @@ def has_bbr() -> bool:
 
 
 def is_long(connection: socket.socket) -> bool:
-    """Whether a path may lose packets. (Over loopback BBR takes twice the time and the CPU.)"""
+    """Whether the path is so long that it may lose packets. (Over loopback, BBR takes twice the time and CPU.)"""
     return tcp.round_trip(connection) >= SHORT_SECONDS
 
 
 def suit(connection: socket.socket) -> None:
-    """Use BBR on a connection that may lose packets."""
+    """Use BBR on a connection that may lose packets, if the kernel allows it."""
     if is_long(connection) and has_bbr():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")

@@ -1,10 +1,10 @@
-"""What can go wrong between two peers."""
+"""The errors of communication between two peers."""
 
 from __future__ import annotations
 
 
 class P2PError(Exception):
-    """Base of all errors of talking to another peer."""
+    """Base class of all errors of communication with another peer."""
 
 
 class PeerUnreachable(P2PError):
@@ -12,27 +12,29 @@ class PeerUnreachable(P2PError):
 
 
 class HandshakeFailed(PeerUnreachable):
-    """Somebody answered at the address, but could not prove to be the peer that was dialled."""
+    """A process answered at the address, but did not prove to be the dialled peer, or refused the link."""
 
 
 class PeerLost(P2PError):
-    """The connection to a peer ended while something was expected from it."""
+    """The connection to a peer ended while this peer was waiting for it."""
 
 
 class Refused(P2PError):
-    """The other peer understood the message and declined it; the text is the reason that it gave.
+    """The other peer understood the message and declined it. The text is the reason that it gave.
 
-    A handler raises it to decline a message: the reason goes back to the sender, and the connection stays.
+    A handler raises this error to decline a message: the reason goes back to the sender, and the connection stays.
     """
 
 
 class Unavailable(Refused):
-    """The other peer did not judge the message: it does not serve this, has too much to do, or failed at it."""
+    """The other peer did not judge the message: it does not serve this service, is too busy, or failed to handle it."""
 
 
 class Unanswered(Refused):
-    """A handler raises it to decline a message in silence: the sender has had its refusals."""
+    """A handler raises this error to decline a message without an answer, because the sender has had enough
+    refusals.
+    """
 
 
 class MessageTooLarge(P2PError, ValueError):
-    """A message to be sent exceeds the transport's bound; it was not sent."""
+    """A message exceeds the transport's bound, and was not sent."""

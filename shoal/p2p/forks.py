@@ -1,8 +1,9 @@
-"""Keeps a forked child from holding its parent's connections open.
+"""Prevents a forked child from keeping its parent's connections open.
 
-A child such as a DataLoader's worker has a copy of every descriptor, and TCP tells the other side of an end only when
-the last copy is closed: if the parent died, its peers would not notice, and its port would stay taken. So the child
-closes its copies, first thing. It never shuts them down, which would end the parent's connections.
+A child, such as a DataLoader's worker, has a copy of every file descriptor. TCP reports the end of a connection to the
+other side only when the last copy is closed. So if the parent died, its peers would not notice, and its port would stay
+taken. Therefore the child closes its copies as its first action. It never shuts them down, because that would end the
+parent's connections.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ _open: WeakSet[socket.socket] = WeakSet()
 
 
 def close_in_children(opened: socket.socket) -> None:
-    """Have a forked child close its copy of this socket.
+    """Close this socket's copy in each forked child.
 
-    One that is accepted, and not noted yet when another thread forks, escapes.
+    A socket that was accepted, but not registered here when another thread forks, is missed.
     """
     _open.add(opened)
 

@@ -1,7 +1,7 @@
-"""Messages as bytes of a link, and back. No I/O.
+"""Messages as the bytes of a link, and back. No I/O.
 
-A frame is a head of fixed length, then a message's header and its buffers. What the head announces is bounded before
-memory is taken.
+A frame is a head of fixed length, followed by a message's header and its buffers. The sizes in the head are checked
+against bounds before memory is allocated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
-    """Who a frame is for."""
+    """The receiver of a frame."""
 
-    CONTROL = 0  # the other transport: a header only (`greeting`)
+    CONTROL = 0  # the transport: a header only (`greeting`)
     MESSAGE = 1  # the node
 
 
@@ -32,9 +32,14 @@ def encode(kind: Kind, header: Buffer, buffers: Sequence[Buffer] = ()) -> bytes:
 
 
 def announced(head: Buffer, *, opened: bool) -> tuple[Kind, list[int]]:
-    """What a head says that comes: its kind, and the bytes of header and buffers.
+    """The kind of a frame and the sizes of its header and buffers, from its head.
 
-    Raises ValueError if that breaks a bound, or if messages may not come yet (`opened`).
+    Args:
+        head: the HEAD_BYTES bytes of the head.
+        opened: whether messages may pass over the link already.
+
+    Raises:
+        ValueError: if a size breaks a bound, or if a message comes too early.
     """
     number, buffers, header, *sizes = _HEAD.unpack(head)
     if number not in (Kind.CONTROL, Kind.MESSAGE):

@@ -1,7 +1,10 @@
-"""What the two transports of a link say to each other: who they are, before any message passes, and later.
+"""The control messages between the two transports of a link: introductions before any message passes, and later ones.
 
 The listener, which TLS has proven, challenges; the dialler says hello with a signature that holds for this link only;
 the listener keeps the link, or not.
+
+Later versions of the protocol may add fields at the end of a challenge and of a hello. They change none of those that
+are there. So every peer can read the version and the release of every other one, and say which to install.
 """
 
 from __future__ import annotations
@@ -12,18 +15,19 @@ from typing import Annotated
 import msgspec
 
 from shoal.p2p.identity import KEY_BYTES, SIGNATURE_BYTES, PeerID
+from shoal.p2p.release import RELEASE, Release, how_to_match
 
 MAGIC = "shoal"
 VERSION = 2
 INSTANCE_BYTES = 8
 NONCE_BYTES = 32
 TOKEN_BYTES = 32
-# The first byte of what comes to the port where links come, and is none. Nothing of TLS begins so.
-LANE_BYTE = b"\0"  # of a lane's token
-CIRCUIT_BYTE = b"\1"  # of the token of a circuit's end
+# The first byte of a connection to the port for links that is not a link. TLS never begins with these bytes.
+LANE_BYTE = b"\0"  # begins the token of a lane's connection
+CIRCUIT_BYTE = b"\1"  # begins the token of an end of a circuit
 _MAX_REASON = 1024
 _MAX_HOST = 64  # characters of a numeric address
-# The first bytes of version 1, which was ZeroMQ's (ZMTP), and what they are answered.
+# The first bytes of version 1, which used ZeroMQ's protocol (ZMTP), and the answer to them.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
 OUTDATED = f"This peer of Shoal speaks version {VERSION} of its protocol, and no earlier one: update it.\n".encode()
 
@@ -34,19 +38,21 @@ Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=I
 
 
 class Challenge(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """The listener's first words.
+    """The listener's first message.
 
     Attributes:
-        magic: MAGIC: which network this is.
+        magic: MAGIC, the name of the network.
         version: of the protocol.
-        instance: random; tells a peer that was started anew from one that connects once more.
+        instance: random; distinguishes a restarted peer from one that connects again.
         nonce: random; what the dialler signs.
+        release: of Shoal.
     """
 
     magic: Magic
     version: Version
     instance: Instance
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    release: Release = ""
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -57,6 +63,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
         peer: the key of its peer id.
         signature: made with that key, over `signed`.
         succeeds: whether this link is to take the place of the one that the two have.
+        release: of Shoal.
     """
 
     magic: Magic
@@ -65,41 +72,45 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     peer: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
     succeeds: bool = False
+    release: Release = ""
 
 
 class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """The link stays: the listener's answer to a hello, and the dialler's to that if its peer id is the smaller."""
+    """The link stays. The listener answers a hello with this, and the dialler answers in turn if its peer id is the
+    smaller.
+    """
 
 
 class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """The answer to a hello that is not accepted; the link ends."""
+    """The answer to a hello that is not accepted. The link ends."""
 
     reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
 
 
 class Taken(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Another link of the receiver's identity is there, of the start `instance`.
+    """There is another link of the receiver's identity. `instance` identifies the start of the process that made that
+    link.
 
-    It is the answer to the hello of a process that came later, and a question to the one that is connected: does it
-    live?
+    This is the answer to the hello of a process that came later. It is also a question to the process that is
+    connected: are you alive?
     """
 
     instance: Instance
 
 
 class Alive(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """The answer to `Taken` of the one that is connected."""
+    """The answer to `Taken` from the process that is connected."""
 
 
 class Wanted(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """The listener has chunks to send: the dialler is to dial a lane."""
+    """The listener has chunks to send: the dialler should dial a lane."""
 
 
 class Key(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """The dialler is about to dial a connection of the lane.
 
     Attributes:
-        key: fresh and random; what it will seal with.
+        key: the key by which it will seal; new and random.
         aes: whether its processor has instructions for AES.
         bbr: whether its kernel has BBR.
     """
@@ -114,7 +125,7 @@ class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
     Attributes:
         key, aes, bbr: as above.
-        token: by which the connection is known; good once.
+        token: identifies the connection, and is valid once.
     """
 
     key: LaneKey
@@ -124,15 +135,15 @@ class Token(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class Observe(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """In place of a hello: from where does this connection come? The link ends with the answer."""
+    """Instead of a hello: from which address does this connection come? The link ends with the answer."""
 
 
 class Observed(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """The listener's answer, as it sees the dialler.
+    """The listener's answer: the dialler's address as the listener sees it.
 
     Attributes:
         host: an IPv4 or IPv6 address.
-        port: of TCP.
+        port: the TCP port.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=_MAX_HOST)]
@@ -140,7 +151,7 @@ class Observed(msgspec.Struct, tag=10, array_like=True, frozen=True):
 
 
 class Moved(msgspec.Struct, tag=11, array_like=True, frozen=True):
-    """The last word over a link: what follows comes over the one that succeeds it."""
+    """The last message over a link. All later messages come over the link that replaces it."""
 
 
 Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
@@ -149,14 +160,29 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(payload: memoryview) -> Said:
-    """What the other transport says. Raises ValueError that says what it is instead, or of which other version."""
+    """Decode a control message of the other transport.
+
+    Raises:
+        ValueError: if it is no such message, or of another version. The message says which.
+    """
     try:
         said: Said = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a greeting: {error}") from error
-    if isinstance(said, Challenge | Hello) and (said.magic, said.version) != (MAGIC, VERSION):
-        raise ValueError(f"it speaks {said.magic!r} version {said.version}, this peer {MAGIC!r} version {VERSION}")
+    if isinstance(said, Challenge | Hello):
+        if said.magic != MAGIC:
+            raise ValueError(f"it speaks {said.magic!r}, this peer {MAGIC!r}")
+        if said.version != VERSION:
+            raise ValueError(other_version(said.version, said.release))
     return said
+
+
+def other_version(version: int, release: Release = "") -> str:
+    """What is told of a peer that speaks that version of the protocol."""
+    theirs, mine = f"version {version} of Shoal's protocol", f"this peer version {VERSION}"
+    if release:
+        theirs, mine = f"{theirs} (Shoal {release})", f"{mine} (Shoal {RELEASE})"
+    return f"it speaks {theirs}, {mine}; {how_to_match(release)}"
 
 
 def refusal(reason: str) -> Refusal:
@@ -165,6 +191,6 @@ def refusal(reason: str) -> Refusal:
 
 
 def signed(dialler: PeerID, listener: PeerID, instance: bytes, nonce: bytes, certificate: bytes) -> bytes:
-    """What a dialler signs: all fields but the first, which says what it is, have a fixed length."""
+    """The bytes that a dialler signs. All fields but the constant first one have a fixed length."""
     digest = hashlib.sha256(certificate).digest()
     return b"shoal hello %d\0" % VERSION + dialler.key + listener.key + instance + nonce + digest

@@ -1,4 +1,4 @@
-"""Who a peer is: an ed25519 key pair. The public key is the peer id."""
+"""A peer's identity: an ed25519 key pair. The public key is the peer id."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-MAX_VERIFIED = 4096  # signatures that are remembered, each by its hash
-# As libp2p specifies peer ids (RFC 0001): identity multihash of protobuf PublicKey{type: Ed25519, data: key}. Its text
-# is multibase base32 of that as a CIDv1 (libp2p-key), or, older, its base58.
+MAX_VERIFIED = 4096  # verified signatures that are remembered, each by its hash
+# Peer ids are those of libp2p (RFC 0001): the identity multihash of protobuf PublicKey{type: Ed25519, data: key}. The
+# text form is multibase base32 of that as a CIDv1 (libp2p-key), or, older, its base58.
 _MULTIHASH_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 _TEXT_PREFIX = bytes([0x01, 0x72]) + _MULTIHASH_PREFIX
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-_BASE58_LENGTH = 52  # of a multihash with that prefix, whatever the key
+_BASE58_LENGTH = 52  # length of every multihash with that prefix
 
 
 class _Verified:
-    """The last signatures that were found good: members pass signed statements on to each other, so the same ones come
-    again and again. Bad ones are not kept, or they would drive out the good. May be used in any thread, and holds no
-    lock that a fork could leave closed."""
+    """The latest signatures that were verified. Members pass signed statements on to each other, so the same signatures
+    come again and again.
+
+    Invalid signatures are not kept, because they would displace valid ones. Any thread may use this. It holds no lock,
+    because a fork could leave a lock closed.
+    """
 
     def __init__(self) -> None:
         self._names: set[bytes] = set()
@@ -46,15 +49,18 @@ _verified = _Verified()
 
 @dataclass(frozen=True, slots=True, order=True)
 class PeerID:
-    """A peer's name: its ed25519 public key, `key`, 32 bytes. Ordered and hashable by those bytes.
+    """A peer's name: its ed25519 public key, `key`, 32 bytes. Ordered and hashed by those bytes.
 
-    `str(peer_id)` is its text form (libp2p's CIDv1 in base32, 65 characters), `PeerID.parse` reads it back.
+    `str(peer_id)` is its text form (libp2p's CIDv1 in base32, 65 characters). `PeerID.parse` reads it back.
 
     Args:
-        key: those 32 bytes, or libp2p's 38 bytes of a peer id (`to_bytes`).
+        key: the 32 bytes of the public key, or libp2p's 38 bytes of a peer id (see `to_bytes`).
+
+    Attributes:
+        key: the 32 bytes of the public key.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if `key` is neither.
     """
 
     key: bytes
@@ -65,7 +71,8 @@ class PeerID:
         if not isinstance(self.key, bytes) or len(self.key) != KEY_BYTES:
             raise ValueError(f"a peer id is the {KEY_BYTES} bytes of an ed25519 public key, not {self.key!r}")
 
-    # Written out: a peer id is looked up many times for each message, and those that `dataclass` writes are slower.
+    # Written out, because a peer id is looked up many times for each message, and the methods of `dataclass` are
+    # slower.
     def __hash__(self) -> int:
         return hash(self.key)
 
@@ -79,7 +86,7 @@ class PeerID:
         return f"<PeerID …{str(self)[-8:]}>"
 
     def to_bytes(self) -> bytes:
-        """libp2p's bytes of this peer id (38); `PeerID` takes them."""
+        """libp2p's 38 bytes of this peer id; `PeerID` accepts them."""
         return _MULTIHASH_PREFIX + self.key
 
     def to_base58(self) -> str:
@@ -89,7 +96,7 @@ class PeerID:
 
     @classmethod
     def from_base58(cls, text: str) -> PeerID:
-        """The peer id that `to_base58` writes so. Raises ValueError if it is none of an ed25519 key."""
+        """The peer id with this text form of `to_base58`. Raises ValueError if it is not the form of an ed25519 key."""
         digits = enumerate(reversed(text[:_BASE58_LENGTH]))
         number = sum(_BASE58.find(digit) * 58**place for place, digit in digits)
         peer = cls((number % (1 << 8 * KEY_BYTES)).to_bytes(KEY_BYTES))
@@ -99,7 +106,11 @@ class PeerID:
 
     @classmethod
     def parse(cls, text: str) -> PeerID:
-        """The peer id that `text` writes, in either of libp2p's forms. Raises ValueError if it writes none."""
+        """The peer id with this text form, in either form of libp2p.
+
+        Raises:
+            ValueError: if the text is neither form of a peer id.
+        """
         if text.startswith("12D3KooW"):
             return cls.from_base58(text)
         try:
@@ -111,11 +122,11 @@ class PeerID:
         return cls(raw[len(_TEXT_PREFIX) :])
 
     def public_key(self) -> Ed25519PublicKey:
-        """This peer id as a key of `cryptography`."""
+        """The public key as an object of `cryptography`."""
         return Ed25519PublicKey.from_public_bytes(self.key)
 
     def verify(self, data: bytes, signature: bytes) -> bool:
-        """Whether `signature` (64 bytes) over `data` was made with this peer's secret key."""
+        """Whether `signature` (64 bytes) is this peer's ed25519 signature over `data`."""
         name = blake3(self.key).update(signature).update(data).digest() if len(signature) == SIGNATURE_BYTES else b""
         if name in _verified:
             return True
@@ -127,19 +138,22 @@ class PeerID:
         return True
 
 
-# The peer id with that key, mostly one that was made before: messages name peers by their keys.
+# The peer id with that key, usually an existing object: messages name peers by their keys.
 peer_of = lru_cache(maxsize=4096)(PeerID)
 
 
 class Identity:
-    """A peer's key pair: proves who it is, and signs what it publishes.
+    """A peer's key pair: proves the peer's identity, and signs its records.
 
     Args:
-        seed: the 32 secret bytes; drawn from the system's randomness when not given.
+        seed: the 32 secret bytes; None draws them from the system's randomness.
 
     Attributes:
         secret: the secret key.
         peer_id: the public key.
+
+    Raises:
+        ValueError: if the seed does not have 32 bytes.
     """
 
     def __init__(self, seed: bytes | None = None) -> None:
@@ -152,9 +166,12 @@ class Identity:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Identity:
-        """The identity kept in `path` (32 bytes, readable by the owner only); made there if the file does not exist.
+        """The identity in the file `path` (32 bytes, readable by its owner only). The file is created if it does not
+        exist.
 
-        Raises ValueError if the file holds something else, OSError if it can't be read or written.
+        Raises:
+            ValueError: if the file has another size.
+            OSError: if it can't be read or written.
         """
         try:
             with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:

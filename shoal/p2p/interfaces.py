@@ -1,4 +1,4 @@
-"""Which addresses a peer that listens on all interfaces can be reached at (Linux)."""
+"""The addresses at which others can reach a peer that listens on all interfaces (Linux)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def concrete_addresses(address: Multiaddr) -> list[Multiaddr]:
-    """`address` itself, or if it means all interfaces (0.0.0.0, ::), one address for each, those of loopback last."""
+    """`address` itself, or one address for each interface if it means all interfaces (0.0.0.0, ::). Loopback comes
+    last.
+    """
     if address.protocol == "ip4" and ipaddress.ip_address(address.host).is_unspecified:
         hosts = _ip4_hosts()
     elif address.protocol == "ip6" and ipaddress.ip_address(address.host).is_unspecified:
@@ -27,14 +29,16 @@ def concrete_addresses(address: Multiaddr) -> list[Multiaddr]:
 
 
 def is_of_this_machine(address: Multiaddr) -> bool:
-    """Whether `address` is one of loopback or of an interface of this machine; a host name is taken for another's."""
+    """Whether `address` is a loopback address or that of an interface of this machine. A host name counts as another
+    machine.
+    """
     if address.is_loopback:
         return True
     return address.protocol in ("ip4", "ip6") and is_host_of_this_machine(address.host)
 
 
 def is_host_of_this_machine(host: str) -> bool:
-    """Whether that numeric address is one of loopback or of an interface of this machine."""
+    """Whether this numeric address is a loopback address or that of an interface of this machine."""
     address = ipaddress.ip_address(host)
     if address.is_loopback:
         return True
@@ -59,5 +63,5 @@ def _ip6_hosts() -> list[str]:
     if not table.exists():
         return []
     found = [ipaddress.IPv6Address(bytes.fromhex(row.split()[0])) for row in table.read_text().splitlines()]
-    # A link-local address means nothing without the name of the interface, which other machines do not share.
+    # A link-local address is valid only with the name of the interface, which differs on other machines.
     return [str(host) for host in found if not host.is_link_local]

@@ -1,7 +1,7 @@
 """Lanes: sealed TCP connections beside a link, for chunks of tensors.
 
-Each connection has a thread that reads and one that writes. They run sockets and ciphers only, each call for a whole
-chunk: Python takes the GIL a few times per chunk, however large it is.
+Each connection has one thread that reads and one that writes. They run only sockets and ciphers, with one call for a
+whole chunk. So Python takes the GIL a few times per chunk, however large the chunk is.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from shoal.p2p.sealing import (
 )
 
 MAX_CONNECTIONS: Final = 4
-QUEUE_BYTES: Final = 128 << 20  # that wait to be sealed; more than a peer that keeps the rules can be owed
-SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane, that came without a target and are still referred to
-LEAST_SHARE: Final = 64 << 10  # of that, for each chunk
-MEMORY_BYTES: Final = 4 << 30  # of all lanes: chunks under way, and scratch
-OPENING_SECONDS: Final = 60.0  # a process may stand still for longer than it takes to open one
-PATIENCE: Final = 10.0  # seconds in which, of a chunk under way,
-LEAST_BYTES: Final = 64 << 10  # so many must pass while others wait for memory
+# bytes that wait to be sealed; more than this peer ever owes to one that follows the protocol
+QUEUE_BYTES: Final = 128 << 20
+SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane: bytes that came without a target and are still referred to
+LEAST_SHARE: Final = 64 << 10  # of these bytes, the least that each chunk counts
+MEMORY_BYTES: Final = 4 << 30  # of all lanes: bytes of chunks under way, and scratch
+OPENING_SECONDS: Final = 60.0  # generous, because a process may be stopped for a while
+PATIENCE: Final = 10.0  # while others wait for memory, a chunk under way must move in this many seconds
+LEAST_BYTES: Final = 64 << 10  # at least this many bytes
 _HELLO: Final = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
 _GOODBYE: Final = Header(0, bytes(NAME_BYTES), b"shoal lane over")
 _PATIENCE = struct.Struct("ll")  # struct timeval
@@ -56,8 +57,9 @@ Address = tuple[str, int] | tuple[str, int, int, int]
 
 @dataclass
 class Shared:
-    """What all lanes of a peer share: the memory that waits for chunks, the memory of those under way, and what may
-    pass per second."""
+    """The resources that all lanes of a peer share: registered targets of chunks, memory for chunks under way, and rate
+    limits.
+    """
 
     leases: Leases
     upload: Limit
@@ -71,23 +73,25 @@ class _Chunk(NamedTuple):
 
 
 class Lane:
-    """1 to 4 connections to one peer, over which chunks pass both ways; of several, in any order. If one ends, all do.
+    """1 to 4 connections to one peer. Chunks pass over them in both directions; over several connections, in any order.
+    If one connection ends, all end.
 
-    Any thread may call any method. The callbacks are called in the lane's threads and must not wait.
+    Any thread may call any method. The callbacks are called on the lane's threads and must not wait.
 
     Args:
-        peer: who is at the other end.
-        shared: see there.
-        on_chunk: called with a chunk's message, and its memory: that of a target (the same memoryview), or scratch,
-            which is this chunk's as long as it is referred to.
-        on_over: called with a reason when the lane is over, whoever ended it, once: after everything that had come.
-        on_opened: called with "" when a connection has opened, or with the reason when it has ended before that: then
-            the lane goes on without it.
+        peer: the peer at the other end.
+        shared: the resources that all lanes share.
+        on_chunk: called with a chunk's message and its memory. The memory is that of a target (the same memoryview), or
+            scratch, which belongs to this chunk as long as somebody refers to it.
+        on_over: called once with the reason when the lane is over, whichever side ended it, after all chunks that had
+            come.
+        on_opened: called with "" when a connection has opened, or with the reason if it ended before that. Then the
+            lane goes on without it.
 
     Attributes:
-        over: set when the lane has ended, or is about to.
-        leaving: whether another lane takes its place.
-        passed: whether a chunk has passed, either way.
+        over: set when the lane has ended, or is about to end.
+        leaving: whether another lane replaces this one.
+        passed: whether a chunk has passed, in either direction.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Lane:
         self.over, self.passed = threading.Event(), False
         self._finishing = self.leaving = False
         self._on_over = on_over
-        self._changed = threading.Condition()  # and the lock of what follows
+        self._changed = threading.Condition()  # also the lock of the next attributes
         self._reason, self._told = "", False
         self._connections: list[_Connection] = []
         self._readers: list[threading.Thread] = []
@@ -110,20 +114,23 @@ class Lane:
         self._queued = 0  # bytes
         self._sealing: list[_Chunk] = []
         self._taking = threading.Lock()
-        self._scratch = SCRATCH_BYTES  # that is left; what comes back does so in any thread, in the middle of anything
+        # the bytes left; returned bytes go to `_back`, because they return on any thread at any moment
+        self._scratch = SCRATCH_BYTES
         self._back: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     # -- connections
 
     def dial(self, where: Address | socket.socket, token: bytes, keys: Keys) -> None:
-        """Add a connection to that address, where `token` is known; or one that leads there already."""
+        """Add a connection to that address, where `token` is known. `where` may also be a connection that leads there
+        already.
+        """
         if isinstance(where, socket.socket):
             return self._add(_Connection(self, where, keys, (None, token)))
         family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
         self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (where, token)))
 
     def accept(self, accepted: socket.socket, keys: Keys) -> None:
-        """Add a connection that came with a token for this lane, which was read."""
+        """Add a connection that began with a token for this lane. The token has been read already."""
         self._add(_Connection(self, accepted, keys, None))
 
     def _add(self, connection: _Connection) -> None:
@@ -132,14 +139,14 @@ class Lane:
                 return connection.socket.close()
             try:
                 connection.reader.start()
-            except RuntimeError as error:  # there are as many threads as there may be
+            except RuntimeError as error:  # no more threads can be started
                 connection.socket.close()
                 return self.end(str(error))
             self._connections.append(connection)
             self._readers.append(connection.reader)
 
     def end(self, reason: str = "this side ended it") -> None:
-        """End the lane. What had come is still delivered, in the threads that read."""
+        """End the lane. Chunks that had come are still delivered, on the threads that read."""
         with self._changed:
             if not self.over.is_set():
                 self.over.set()
@@ -147,12 +154,12 @@ class Lane:
                 for connection in self._connections:
                     connection.shut()
                 self._queue.clear()
-                self._back.put(0)  # who waits for scratch looks up
+                self._back.put(0)  # wakes a thread that waits for scratch
                 self._changed.notify_all()
         self._tell()
 
     def finish(self) -> None:
-        """End the lane when what is queued has left."""
+        """End the lane when all queued chunks have been sent."""
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
@@ -161,8 +168,9 @@ class Lane:
             self.end("" if self.leaving else "this side ended it")
 
     def leave(self) -> list[_Chunk]:
-        """Another lane takes the place of this one: returns what is queued, and sends nothing more. What the other side
-        has sent still comes."""
+        """Another lane replaces this one. Returns the queued chunks, and sends no more. Chunks of the other side still
+        come.
+        """
         with self._changed:
             self.leaving = True
             left = list(self._queue)
@@ -171,12 +179,14 @@ class Lane:
             return left
 
     def part(self) -> None:
-        """The other side has left this lane as well: say goodbye over each connection. When the other side has, too,
-        all has come, and the lane is over, with "" for a reason."""
+        """The other side has left this lane as well: send a goodbye over each connection.
+
+        When the other side has done so too, all chunks have come. Then the lane is over, with the reason "".
+        """
         self.finish()
 
     def ended(self, connection: _Connection, why_not: str) -> None:
-        """This connection has ended, and what came over it was delivered, or it has never opened."""
+        """This connection has ended, after its chunks were delivered; or it has never opened."""
         with self._changed:
             self._connections.remove(connection)
             connection.socket.close()
@@ -194,18 +204,18 @@ class Lane:
         self._on_over(self._reason)
 
     def join(self) -> None:
-        """Wait for the threads of a lane that was ended."""
+        """Wait for the threads of a lane that has been ended."""
         for reader in self._readers:
             reader.join()
 
     @property
     def connections(self) -> int:
-        """How many there are."""
+        """The number of connections."""
         return len(self._connections)
 
     @property
     def moved(self) -> int:
-        """Bytes that have passed, both ways: also while one chunk takes long."""
+        """The bytes that have passed, in both directions. The number also grows while one large chunk is under way."""
         with self._changed:
             return sum(sum(tcp.counts(connection.socket)) for connection in self._connections)
 
@@ -219,12 +229,14 @@ class Lane:
     # -- sending
 
     def send(self, name: bytes, message: bytes, memory: memoryview) -> bool:
-        """Queue a chunk; never waits. Where it is opened to, the other side says by `name`. Returns False, and does
-        nothing, if QUEUE_BYTES are queued. Nothing happens if the lane is over.
+        """Queue a chunk; never waits. By `name`, the other side knows into which memory to open it.
 
-        `memory` must not be written before the chunk was sent or `cancel` has returned.
+        Returns False, and does nothing, if QUEUE_BYTES are queued. If the lane is over, the chunk is dropped. `memory`
+        must not be written until the chunk was sent or `cancel` has returned.
 
-        Raises MessageTooLarge for more than 4 MiB, nothing, or a longer message than MAX_MESSAGE_BYTES.
+        Raises:
+            MessageTooLarge: if the chunk is empty or larger than 4 MiB, or if the message is longer than
+                MAX_MESSAGE_BYTES.
         """
         memory = memory.cast("B")
         if not 0 < len(memory) <= MAX_PAYLOAD_BYTES or len(message) > MAX_MESSAGE_BYTES or len(name) != NAME_BYTES:
@@ -240,15 +252,18 @@ class Lane:
         return True
 
     def cancel(self, prefix: bytes) -> None:
-        """Do not send the queued chunks whose names begin so. Waits for those that are being sealed (milliseconds):
-        afterwards nobody reads their memory."""
+        """Drop the queued chunks whose names begin with `prefix`. Waits for chunks that are being sealed
+        (milliseconds). Afterwards nobody reads their memory.
+        """
         with self._changed:
             self._queue = deque(chunk for chunk in self._queue if not chunk.header.name.startswith(prefix))
             self._queued = sum(len(chunk.memory) for chunk in self._queue)
             self._changed.wait_for(lambda: not any(c.header.name.startswith(prefix) for c in self._sealing))
 
     def next_chunk(self) -> tuple[_Chunk, memoryview] | None:
-        """What is sealed now, until it was `sealed`, and memory for that. Waits; None if there will be nothing more."""
+        """The next chunk to seal, and memory for its frame. Call `sealed` afterwards. Waits; returns None if no more
+        chunks will come.
+        """
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._queue or self._finishing or self.over.is_set())
@@ -264,7 +279,7 @@ class Lane:
             return chunk, memory
 
     def sealed(self, chunk: _Chunk) -> None:
-        """Its memory is not needed any more."""
+        """The chunk is sealed, so its memory is no longer needed."""
         with self._changed:
             self._sealing = [other for other in self._sealing if other is not chunk]
             self._changed.notify_all()
@@ -272,21 +287,24 @@ class Lane:
     # -- receiving
 
     def memory(self, size: int) -> memoryview:
-        """Memory for a chunk under way. Waits for it; raises PeerLost if the lane is over before there is some."""
+        """Memory for a chunk under way. Waits for it; raises PeerLost if the lane is over first."""
         while (memory := self.shared.buffers.take(size)) is None:
             if self.over.wait(ASK_AGAIN):
                 raise PeerLost("this side ended it")
         return memory
 
     def keep(self, memory: memoryview) -> None:
-        """Count it as scratch until nobody refers to it. Waits while the peer's share is used up: a peer that keeps to
-        its window never comes so far. Raises PeerLost if the lane is over before that."""
+        """Count this memory as scratch until nobody refers to it.
+
+        Waits while the peer's share is used up, which never happens to a peer that keeps to its window. Raises PeerLost
+        if the lane is over first.
+        """
         share = max(len(memory), LEAST_SHARE)
         with self._taking:
             while self._scratch < share and not self.over.is_set():
                 self._scratch += self._back.get()
             if self.over.is_set():
-                self._back.put(0)  # for the next one
+                self._back.put(0)  # for the next waiting thread
                 raise PeerLost("this side ended it")
             self._scratch -= share
         weakref.finalize(memory.obj, self._back.put, share).atexit = False
@@ -296,7 +314,7 @@ class _Connection:
     """One connection of a lane, and its two threads.
 
     Args:
-        dialled: if this side dials: the address, None where it is connected already, and the token.
+        dialled: if this side dials: the address (None if the socket is connected already), and the token.
     """
 
     def __init__(
@@ -309,7 +327,7 @@ class _Connection:
         forks.close_in_children(connection)
 
     def shut(self, how: int = socket.SHUT_RDWR) -> None:
-        """Let both threads know that it is over; what has come can still be read."""
+        """Tell both threads that the connection is over. Bytes that have come can still be read."""
         with suppress(OSError):
             self.socket.shutdown(how)
 
@@ -325,9 +343,9 @@ class _Connection:
             writer.start()
             self._read()
             parted = True
-        except BlockingIOError:  # what the kernel says after the time that it was given
+        except BlockingIOError:  # the kernel raises this when its timeout is over
             reason = "the other side did not answer in time"
-        except (OSError, P2PError, RuntimeError) as error:  # the last one if the writer can't be started
+        except (OSError, P2PError, RuntimeError) as error:  # RuntimeError if the writer can't be started
             reason = str(error) or reason
         finally:
             if opened and not parted:
@@ -337,18 +355,18 @@ class _Connection:
             self._lane.ended(self, "" if opened else reason)
 
     def _open(self) -> None:
-        """Show both sides that the other has the keys."""
+        """Prove to both sides that the other one has the keys."""
         self.socket.setblocking(True)
-        tcp.prepare(self.socket, keepalive=30)  # the link knows of a machine that is gone
-        if self._shared.download.rate is not None:  # what the kernel takes ahead of us is beyond the limit
+        tcp.prepare(self.socket, keepalive=30)  # the link notices a machine that is gone
+        if self._shared.download.rate is not None:  # bytes that the kernel takes in advance are not limited
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * self._shared.download.piece)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # (A time-out of Python's would mean more calls.)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # (A timeout in Python would need more system calls.)
             self.socket.setsockopt(socket.SOL_SOCKET, option, _PATIENCE.pack(int(PATIENCE), int(PATIENCE % 1 * 1e6)))
         if self._dialled is not None:
             address, token = self._dialled
             connect = [partial(self.socket.connect, address)] if address is not None else []
             for step in (*connect, partial(self._say_hello, token)):
-                if self._lane.over.is_set():  # since before there was anything to shut down
+                if self._lane.over.is_set():  # the lane ended before there was a connection to shut down
                     raise PeerLost("this side ended it")
                 step()
         sealed = memoryview(bytearray(SEALED_HEADER_BYTES))
@@ -371,7 +389,7 @@ class _Connection:
         while memory:
             piece = memory[: self._shared.download.piece]
             got = 0
-            with suppress(BlockingIOError):  # in PATIENCE nothing has come
+            with suppress(BlockingIOError):  # nothing has come within PATIENCE
                 got = self.socket.recv_into(piece, 0, socket.MSG_WAITALL)
                 if not got:
                     raise PeerLost("the other side ended it")
@@ -397,7 +415,7 @@ class _Connection:
             del sealed, memory
 
     def _opened(self, header: Header, sealed: memoryview) -> memoryview:
-        """Open a payload where it belongs."""
+        """Open a payload into the memory to which it belongs."""
         target = self._shared.leases.lease(header.name, self._lane.peer, header.size)
         if target is None:
             memory = sealed[: header.size]
@@ -430,23 +448,23 @@ class _Connection:
                 self._send(self._sealed(_GOODBYE))
         except P2PError as error:
             self._lane.end(str(error))
-        except OSError:  # the reader says why
+        except OSError:  # the reader reports the reason
             pass
         finally:
-            # Who has said goodbye still hears.
+            # After its goodbye, this side still reads.
             self.shut(socket.SHUT_WR if self._lane.leaving and not self._lane.over.is_set() else socket.SHUT_RDWR)
 
     def _send(self, sealed: memoryview, *, borrowed: bool = False) -> None:
         while sealed:
             piece = sealed[: self._shared.upload.piece]
             sent = 0
-            with suppress(BlockingIOError):  # in PATIENCE nothing has left
+            with suppress(BlockingIOError):  # nothing has left within PATIENCE
                 sent = self.socket.send(piece)
             sealed = sealed[sent:]
             self._passed(self._shared.upload, sent, piece, borrowed)
 
     def _passed(self, limit: Limit, nbytes: int, piece: memoryview, borrowed: bool) -> None:
-        """So much of a piece has passed; less than all of it in PATIENCE."""
+        """This many bytes of a piece have passed. If they are less than the piece, that took PATIENCE."""
         if borrowed and nbytes < min(len(piece), LEAST_BYTES) and self._shared.buffers.is_missed:
             raise PeerLost("it moved too slowly while others waited for memory")
         if wait := limit.charge(nbytes):

@@ -1,4 +1,4 @@
-"""The lanes beside a peer's links: the two sides agree over the link on each connection, its keys and its token."""
+"""The lanes beside a peer's links. Over the link, the two sides agree on each connection, its keys and its token."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shoal.p2p.route import Route
 from shoal.p2p.sealing import KEY_BYTES, Keys, has_aes, suite_of
 
 TOKEN_SECONDS: Final = 60.0
-AGAIN_SECONDS: Final = 1.0  # after which another connection is tried instead of one that did not open
-MAX_KEYS: Final = 2 * MAX_CONNECTIONS  # of one link; connections that did not open count, too
+AGAIN_SECONDS: Final = 1.0  # after which another connection is tried, if one did not open
+MAX_KEYS: Final = 2 * MAX_CONNECTIONS  # of one link; includes connections that did not open
 MAX_OF_ALL: Final = 1024  # connections; each has two threads
 
 
 class Lanes:
-    """Makes a lane beside a link when the first chunk is to pass. All is called on the loop's thread.
+    """Makes a lane beside a link when the first chunk is to be sent. Call everything on the loop's thread.
 
     The side that dialled the link dials the lane. On a long path without BBR at both ends it dials several connections,
-    since a lost packet then halves the rate of one.
+    because there a lost packet halves the rate of one connection.
 
     Args:
-        shared: what the lanes share.
+        shared: the resources that the lanes share.
         on_chunk: called with each chunk that came beside a link: its message and its memory.
-        on_over: called when the lane beside a link is over, after its last chunk, with the reason.
+        on_over: called with the reason when the lane beside a link is over, after its last chunk.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Lanes:
         self._lanes: set[Lane] = set()
         self._none = asyncio.Event()  # there is no lane
         self._none.set()
-        self._dials: set[asyncio.Task[None]] = set()  # over routes
-        self._tokens: dict[bytes, tuple[Link, Keys, str]] = {}  # and from where they will be used
+        self._dials: set[asyncio.Task[None]] = set()  # dials over routes
+        self._tokens: dict[bytes, tuple[Link, Keys, str]] = {}  # (link, keys, the host that will use the token)
 
     def of(self, link: Link) -> Lane:
-        """The lane beside an open link. What is sent waits for its first connection."""
+        """The lane beside an open link. Chunks wait there for its first connection."""
         self._answer(link)
         return link.lane or self._begin(link, asks=True)
 
@@ -79,14 +79,16 @@ class Lanes:
     def _over(self, link: Link, reason: str) -> None:
         assert link.lane is not None
         self._lanes.discard(link.lane)
-        link.lane.join()  # the thread that has told this is about to end
+        link.lane.join()  # the thread that reported this is about to end
         link.lane = None
         if not self._lanes:
             self._none.set()
         self._on_over(link, reason)
 
     def _opened(self, link: Link, why_not: str) -> None:
-        """A connection of the lane beside a link has opened, or has not: who dials tries again a few times."""
+        """A connection of the lane beside a link has opened, or failed to. In that case the dialling side tries again a
+        few times.
+        """
         if link.succeeded:
             return
         if not link.dialled:
@@ -101,7 +103,7 @@ class Lanes:
             link.lane.end(why_not)
 
     def succeed(self, old: Link, new: Link) -> None:
-        """Another link takes the place of `old`, and its lane, if there is something to send, that of the old one."""
+        """Another link replaces `old`. Its lane gets the queued chunks of the old lane, if there are any."""
         if old.lane is not None:
             for chunk in old.lane.leave():
                 self.of(new).send(chunk.header.name, chunk.header.message, chunk.memory)
@@ -113,9 +115,11 @@ class Lanes:
         link.say(Key(link.keys[-1], has_aes(), congestion.has_bbr()))
 
     def heard(self, link: Link, said: Wanted | Key | Token) -> None:
-        """The other side of an open link says something of its lane. Raises ValueError if that is not its turn."""
+        """Handle a message of the other side about a link's lane. Raises ValueError if it is not the other side's
+        turn.
+        """
         if link.succeeded:
-            return  # the other side did not know that yet
+            return  # the other side did not know yet
         match said:
             case Wanted() if link.dialled:
                 self.of(link)
@@ -155,8 +159,9 @@ class Lanes:
             lane.dial(connection, token, keys)
 
     def _answer(self, link: Link) -> None:
-        """Give the other side of a link the tokens that it may have: for one connection, and for more when a chunk has
-        passed."""
+        """Give the other side of a link the tokens that it may have: one at first, and more after a chunk has
+        passed.
+        """
         if link.succeeded:
             return
         while link.asked and link.lane is not None and self._admits(link.lane):
@@ -173,11 +178,13 @@ class Lanes:
         return self.connections < MAX_OF_ALL and (lane.passed or not lane.connections)
 
     def expects(self, where: str) -> bool:
-        """Whether somebody at that address has a token."""
+        """Whether a peer at that address has a token."""
         return any(host == where for *_, host in self._tokens.values())
 
     def admit(self, connection: socket.socket, token: bytes) -> None:
-        """Add an accepted connection to the lane that `token` is good for, if it is. It gets a copy of the socket."""
+        """Add an accepted connection to the lane for which `token` is valid, if there is one. The lane gets a copy of
+        the socket.
+        """
         link, keys, _ = self._tokens.pop(token, (None, None, ""))
         lane = None if link is None or link.stage is not Stage.OPEN else link.lane
         if lane is not None and keys is not None and self._admits(lane):
@@ -185,7 +192,7 @@ class Lanes:
 
     @property
     def connections(self) -> int:
-        """How many connections all lanes have."""
+        """The number of connections of all lanes."""
         return sum(lane.connections for lane in self._lanes)
 
     def cancel(self, prefix: bytes) -> None:
@@ -194,7 +201,7 @@ class Lanes:
             lane.cancel(prefix)
 
     async def close(self, linger: float) -> None:
-        """End all lanes when what is queued has left, or after `linger` seconds."""
+        """End all lanes when their queued chunks have been sent, or after `linger` seconds."""
         for dial in self._dials:
             dial.cancel()
         await asyncio.gather(*self._dials, return_exceptions=True)

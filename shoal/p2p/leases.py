@@ -1,4 +1,4 @@
-"""Which memory the chunks of lanes belong to: asked in the threads that receive them."""
+"""The registry of the memory into which lanes open chunks. The receiving threads ask it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Target:
     """Memory that waits for a chunk.
 
     Attributes:
-        name: of the chunk.
-        source: the only peer that may bring it.
-        memory: of exactly its size. Until the chunk is delivered, anything may stand there.
-        filled: whether the chunk was opened into it.
+        name: the name of the chunk.
+        source: the only peer that may send it.
+        memory: memory of exactly its size. Its content is arbitrary until the chunk is delivered.
+        leased: whether the chunk is being opened into it now.
+        filled: whether the chunk has been opened into it.
     """
 
     name: bytes
@@ -28,10 +29,10 @@ class Target:
 
 
 class Leases:
-    """The memory that waits for chunks, by their names. May be called from any thread.
+    """The memory that waits for chunks, by their names. Any thread may call this.
 
-    A target is leased while its chunk is opened into it: milliseconds, and never while bytes are waited for. So
-    `withdraw` is quick, and after it nothing is written to the memory any more.
+    A target is leased while its chunk is opened into it. That takes milliseconds, and never includes waiting for bytes.
+    So `withdraw` is quick, and afterwards nothing is written to the memory.
     """
 
     def __init__(self) -> None:
@@ -39,8 +40,11 @@ class Leases:
         self._changed = threading.Condition()
 
     def register(self, name: bytes, source: PeerID, memory: memoryview) -> Target:
-        """Let the chunk of that name, from that peer, be opened into `memory`; once. A chunk has one source at a time:
-        raises ValueError if this one is waited for already."""
+        """Let the chunk with that name, from that peer, be opened into `memory`, once.
+
+        Raises:
+            ValueError: if that chunk is expected already. A chunk has one source at a time.
+        """
         target = Target(name, source, memory.cast("B"))
         with self._changed:
             if self._targets.setdefault(name, target) is not target:
@@ -48,7 +52,9 @@ class Leases:
         return target
 
     def withdraw(self, targets: Iterable[Target]) -> None:
-        """Return when nothing can be written into these targets any more. Those that are filled are no targets."""
+        """Remove these targets, and return when nothing can be written into them any more. Filled targets are removed
+        already.
+        """
         withdrawn = list(targets)
         with self._changed:
             for target in withdrawn:
@@ -57,7 +63,7 @@ class Leases:
             self._changed.wait_for(lambda: not any(target.leased for target in withdrawn))
 
     def lease(self, name: bytes, source: PeerID, size: int) -> Target | None:
-        """The target of a chunk that is to be opened now; None if there is none for this name, source and size."""
+        """The target of a chunk that is to be opened now; None if there is none with this name, source and size."""
         with self._changed:
             target = self._targets.get(name)
             if target is None or target.leased or target.source != source or len(target.memory) != size:
@@ -66,7 +72,7 @@ class Leases:
             return target
 
     def give_back(self, target: Target, filled: bool) -> None:
-        """The opening is over. If it failed, the target waits for its chunk as before."""
+        """The chunk has been opened, or that failed. If it failed, the target waits for its chunk as before."""
         with self._changed:
             target.leased, target.filled = False, filled
             if filled and self._targets.get(target.name) is target:
@@ -78,7 +84,7 @@ class Expected:
     """The memory that waits for the numbered chunks of one transfer.
 
     Args:
-        leases: where the memory waits.
+        leases: the registry of that memory.
     """
 
     def __init__(self, leases: Leases) -> None:
@@ -89,18 +95,19 @@ class Expected:
         return number in self._targets
 
     def expect(self, number: int, name: bytes, source: PeerID, memory: memoryview) -> None:
-        """Let that peer's chunk be opened into `memory`, and nobody else's any more."""
+        """Let that peer's chunk be opened into `memory`, and no other peer's from now on."""
         self.stop(number)
         self._targets[number] = self.leases.register(name, source, memory)
 
     def stop(self, number: int, source: PeerID | None = None) -> bool:
-        """Return when nothing is written into the memory of that chunk any more.
+        """Stop waiting for a chunk, and return when nothing is written into its memory any more.
 
         Args:
-            source: if given, the memory continues to wait for any other peer.
+            number: the number of the chunk.
+            source: if given, do nothing unless this peer is the chunk's source.
 
         Returns:
-            Whether the chunk was opened there.
+            Whether the chunk has been opened into the memory.
         """
         target = self._targets.get(number)
         if target is None or source not in (None, target.source):

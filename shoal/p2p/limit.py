@@ -1,4 +1,4 @@
-"""A hard cap on the bytes per second that this peer sends, or receives."""
+"""A hard limit on the bytes per second that this peer sends or receives."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ LEAST_RATE = 10_000  # bytes per second; with less, messages come too late to be
 
 
 class Limit:
-    """For any thread: charge what has passed, wait as long as it says, then go on. Nothing is saved up.
+    """A rate limit for any thread: charge the bytes that have passed, and wait as long as it returns. Unused time is
+    not saved up.
 
     Args:
         rate: bytes per second; None for no limit.
 
     Attributes:
-        rate: as given.
-        piece: how many bytes to send or receive at a time, so that others have their turn and the rate is even.
+        rate: the rate, as given.
+        piece: the number of bytes to send or receive at a time, so that others get their turn and the rate is even.
     """
 
     def __init__(self, rate: float | None) -> None:
@@ -27,8 +28,9 @@ class Limit:
         self._lock = threading.Lock()
 
     def charge(self, nbytes: int, *, urgent: bool = False) -> float:
-        """So many bytes have passed now; returns the seconds after which the next may pass. What is urgent waits for
-        what is urgent only, the rest for all."""
+        """This many bytes have passed now. Returns the seconds after which the next may pass. Urgent bytes wait only
+        for urgent ones, all others for all.
+        """
         if self.rate is None:
             return 0.0
         with self._lock:

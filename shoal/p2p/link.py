@@ -1,7 +1,7 @@
-"""One TCP connection between two peers, TLS 1.3 inside, driven by the asyncio loop.
+"""One TCP connection between two peers, with TLS 1.3 inside, driven by the asyncio loop.
 
-The socket is ours, not an asyncio transport's: when a send fails, those drop what has arrived before; and they wait
-30 s for the other side's goodbye.
+It uses a socket of its own instead of an asyncio transport. When a send fails, asyncio's transports drop bytes that
+have arrived before. They also wait 30 s for the other side's goodbye.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Wait = Generator[None, None, T]
 
-QUEUE_BYTES = 128 << 20  # that wait for one peer; more than a peer that keeps the rules can be owed
+QUEUE_BYTES = 128 << 20  # bytes that wait for one peer; more than this peer ever owes to one that follows the protocol
 PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
-UNPROVEN_BYTES = 16 << 10  # that may come before a link is open; a handshake and a hello take about 1 kB
+UNPROVEN_BYTES = 16 << 10  # bytes that may come before a link is open; a handshake and a hello take about 1 kB
 RECEIVE_BYTES = 64 << 10  # at a time
-_STEPS = 64  # of TLS at a time, before the loop may do something else
+_STEPS = 64  # TLS operations at a time, before the loop may do other work
 
 
 class Stage(Enum):
-    """What a link can do. A link goes from each stage to the next, and from any stage to `ENDED`."""
+    """The stages of a link. A link goes from each stage to the next, and from any stage to `ENDED`."""
 
     CONNECTING = auto()  # this side has dialled; TCP has not connected yet
     SECURING = auto()  # TCP has connected; the TLS handshake is under way
     GREETING = auto()  # the handshake is complete; only control messages of the two transports pass
-    OPEN = auto()  # both sides have proven who they are; messages pass
+    OPEN = auto()  # both sides have proven their identity; messages pass
     FINISHING = auto()  # `finish` was called; queued bytes are sent, incoming ones are dropped
     ENDED = auto()  # `end` was called, or the connection was lost
 
 
 class LinkEvents(ABC):
-    """What is told of the events of links. All methods are called on the loop's thread."""
+    """Receives the events of links. All methods are called on the loop's thread."""
 
     @abstractmethod
     def secured(self, link: Link) -> None:
@@ -92,35 +92,35 @@ class Link:
     """A connection, from its beginning to its end.
 
     Args:
-        events: told what happens.
+        events: receives the events.
         connection: a socket that does not block; only this link uses it.
-        context: of TLS.
+        context: the TLS context.
         address: the address that this side dials; None if the other side has dialled, or there is a route.
-        route: by which this side has connected; None for none.
-        relayed: whether the connection leads through somebody else.
+        route: the route by which this side has connected; None if there is none.
+        relayed: whether the connection leads through a relay.
         limits: the limits of upload and download that this link shares with others.
         budget: the memory for large messages that this link shares with others.
 
     Attributes:
         peer: the peer at the other end. If this side dialled, it is the peer that was dialled; if not, it is None until
             the other side has proven who it is.
-        instance: which start of that peer it is; b"" until it is known.
-        nonce: what the dialler signs.
-        certificate: of a dialled link: the other side's certificate, as DER.
-        challenged: of a dialled link: done when the listener has sent its challenge.
-        outcome: of a dialled link: done when messages can pass, or never will.
-        said_hello: of a dialled link: whether the listener may keep it.
-        succeeds: of a dialled link: whether it is to take the place of another one.
-        succeeded: whether another one has taken its place, so this one is about to end.
-        emptied: whether the other side sends nothing more over it, because another one takes its place.
-        held: whether messages that come wait, until `release`.
-        asks: of a dialled link: whether it only asks where the other side sees this one, and then ends.
-        observed: the answer to that.
-        error: of a dialled link: the error that the dialler gets when the link has ended.
+        instance: identifies one start of that peer; b"" until it is known.
+        nonce: the nonce that the dialler signs.
+        certificate: if this side dialled: the other side's certificate, as DER.
+        challenged: if this side dialled: done when the listener has sent its challenge.
+        outcome: if this side dialled: done when messages can pass, or never will.
+        said_hello: if this side dialled: whether it has said hello, so that the listener may keep the link.
+        succeeds: if this side dialled: whether the link is to replace another one.
+        succeeded: whether another link has replaced this one, so that this one is about to end.
+        emptied: whether the other side sends no more over this link, because another one replaces it.
+        held: whether incoming messages wait until `release`.
+        asks: if this side dialled: whether the link only asks from which address it comes, and then ends.
+        observed: the answer to that question.
+        error: if this side dialled: the type of the error that the dialler gets when the link has ended.
         lane: the lane beside this link, if there is one.
         keys: the keys with which this side seals what it sends, one for each connection of the lane.
-        dialled_lanes: if this side dialled: how many of the keys are in use.
-        more: if this side dialled: how many connections it dials when the first has opened.
+        dialled_lanes: if this side dialled: the number of keys in use.
+        more: if this side dialled: the number of connections to dial when the first has opened.
         asked: the other side's keys for connections of the lane that it may not dial yet, and the address from which it
             will dial each.
     """
@@ -157,14 +157,14 @@ class Link:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not self.dialled)
         self._received = 0  # bytes, encrypted
-        self._sealed = 0  # bytes, encrypted, that were queued
-        self._unsent = bytearray()  # of these, what the kernel has not taken
-        self._sent_at = self._loop.time()  # the last of what the kernel has taken
-        self._deaf = False  # the other side takes nothing any more
+        self._sealed = 0  # encrypted bytes that were queued
+        self._unsent = bytearray()  # those of them that the kernel has not taken
+        self._sent_at = self._loop.time()  # when the kernel last took bytes
+        self._deaf = False  # sending has failed: the other side receives no more
         self._upload, self._download = limits
-        self._paying = False  # for what was sent
-        self._large_in = self._large_out = 0  # bytes of large messages that came, and that were queued
-        self._passed = 0  # of those, as far as they are known to have passed
+        self._paying = False  # whether it waits because of the upload limit
+        self._large_in = self._large_out = 0  # bytes of large messages that have come, and that were queued
+        self._passed = 0  # those of them that are known to have passed
         self._steps = 0
         self._writes = False  # whether the loop watches for room in the kernel
         self._timer = self._loop.call_later(PROOF_TIMEOUT, self.end, "it did not prove who it is in time")
@@ -174,12 +174,12 @@ class Link:
 
     @property
     def address(self) -> Address:
-        """Where the other side is."""
+        """The address of the other side."""
         address: Address = self.socket.getpeername()
         return address
 
     def open(self) -> None:
-        """Both sides are proven: messages pass."""
+        """Both sides have proven their identity: messages may pass."""
         self.stage = Stage.OPEN
         self._timer.cancel()
 
@@ -204,7 +204,7 @@ class Link:
             self._loop.remove_writer(self.socket)
             self.socket.close()
             self._unsent.clear()
-            del self._life  # and the part of a message that it has
+            del self._life  # frees the part of a message that it holds
             self._loop.call_soon(self._events.ended, self, reason)
 
     # -- out
@@ -252,7 +252,7 @@ class Link:
             self._writes = False
             self._loop.remove_writer(self.socket)
         if not self._unsent and self.stage is Stage.FINISHING:
-            with suppress(OSError):  # it has ended, which is read next
+            with suppress(OSError):  # it has ended; the next read finds that
                 self.socket.shutdown(socket.SHUT_WR)
 
     def _paid(self) -> None:
@@ -267,7 +267,8 @@ class Link:
     def moved(self) -> int:
         """See `Transport.moved`."""
         under_way = max(0, self._sealed - tcp.counts(self.socket)[0])
-        # What is under way may be small messages, sent later: the count never goes back, which would mean another link.
+        # The bytes under way may be those of small messages, sent later. The count must never fall, because that would
+        # mean another link.
         self._passed = max(self._passed, self._large_in + self._large_out - under_way)
         return self._passed
 
@@ -280,7 +281,7 @@ class Link:
             self._go_on()
 
     def release(self) -> None:
-        """Messages that come wait no longer."""
+        """Let incoming messages pass again."""
         self.held = False
         self.resume()
 
@@ -295,7 +296,7 @@ class Link:
             self.end(f"its connection was lost: {error.strerror}")
         except StopIteration:
             pass
-        except Exception:  # a defect of ours, told with its traceback; the generator is over, so the link is, too
+        except Exception:  # a bug: log the traceback; the generator is over, so the link is, too
             log.exception("a link failed")
             self.end("this side has failed")
 
@@ -356,7 +357,8 @@ class Link:
     def _read(self, size: int, *, large: bool = False) -> Wait[memoryview]:
         whole = rest = memoryview(bytearray(size))
         while rest:
-            if not self._incoming.pending and not self._tls.pending():  # TLS would only say that it wants more
+            # without these bytes, TLS would only ask for more
+            if not self._incoming.pending and not self._tls.pending():
                 yield from self._receive()
             number = int((yield from self._step(partial(self._tls.read, len(rest), rest))))  # typeshed says bytes
             if not number:
@@ -366,7 +368,7 @@ class Link:
         return whole
 
     def _step(self, step: Callable[[], T]) -> Wait[T]:
-        """Calls a function of TLS, as soon as the bytes that it needs have arrived."""
+        """Calls a TLS function, again whenever bytes have arrived that it needs."""
         while True:
             self._steps += 1
             if not self._steps % _STEPS:
@@ -382,7 +384,7 @@ class Link:
             yield from self._receive()
 
     def _receive(self) -> Wait[None]:
-        """Gives TLS the bytes that arrive next."""
+        """Gives TLS the next bytes that arrive."""
         most = RECEIVE_BYTES if self.stage is Stage.OPEN else UNPROVEN_BYTES - self._received
         if not most:
             raise ValueError(f"it sent {UNPROVEN_BYTES} bytes and has not proven who it is")
@@ -403,7 +405,7 @@ class Link:
             yield
         if self._received == len(data) and data.startswith(greeting.FIRST_VERSION):
             self._unsent += b"" if self.dialled else greeting.OUTDATED
-            raise ValueError(f"it speaks version 1 of Shoal's protocol, this peer version {greeting.VERSION}")
+            raise ValueError(greeting.other_version(1))
         return data
 
     def _drain(self) -> Wait[None]:

@@ -1,4 +1,4 @@
-"""Accepting connections, as many as there may be."""
+"""Accepts connections, up to the limits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,30 @@ from shoal.p2p import forks
 
 log = logging.getLogger(__name__)
 
-HANDSHAKES_PER_ADDRESS = 128  # at once; of IPv6, per /64
+HANDSHAKES_PER_ADDRESS = 128  # at once, per IPv4 address or IPv6 /64
 HANDSHAKES = 512  # at once, in all
-RESERVED_DESCRIPTORS = 256  # of those that the process may have, for everything but accepted connections
+RESERVED_DESCRIPTORS = 256  # kept free for everything but accepted connections
 ACCEPT_AGAIN = 1.0  # seconds until a listener that was out of descriptors tries again
 _BACKLOG = 512
 
 
 class Admission:
-    """Who may connect. No I/O."""
+    """Decides who may connect. No I/O."""
 
     def __init__(self, connections: int) -> None:
         self._most = connections
-        self._accepted: dict[Hashable, str] = {}  # where each is that has not proven who it is, and "" for the others
+        # the network of each connection that has not proven its identity; "" for the others
+        self._accepted: dict[Hashable, str] = {}
 
     def refusal(self, address: str, lanes: int = 0, *, expected: bool = False) -> str:
-        """Why nobody from there may connect now, beside so many connections of lanes; "" if somebody may. Somebody who
-        is expected need not wait for those who are about to prove who they are."""
+        """Why a connection from that address is refused now; "" if it is accepted.
+
+        Args:
+            address: the numeric address.
+            lanes: the number of connections that lanes have.
+            expected: whether a connection from there is expected. Such a connection need not wait for those that have
+                not proven their identity.
+        """
         if len(self._accepted) + lanes >= self._most:
             return f"there are {self._most} already, which is as many as RLIMIT_NOFILE allows"
         if expected:
@@ -48,11 +55,11 @@ class Admission:
         self._accepted[connection] = _network(address)
 
     def proven(self, connection: Hashable) -> None:
-        """It is known who that is."""
+        """That connection has proven its identity."""
         self._accepted[connection] = ""
 
     def leave(self, connection: Hashable) -> None:
-        """It has ended."""
+        """That connection has ended."""
         self._accepted.pop(connection, None)
 
 
@@ -64,7 +71,7 @@ def _network(address: str) -> str:
 
 
 def most_connections() -> int:
-    """How many connections may be accepted, after the soft limit of descriptors was raised to the hard one."""
+    """How many connections may be accepted. Raises the soft limit of file descriptors to the hard limit first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -75,15 +82,15 @@ class Listener:
     """Accepts connections at one address.
 
     Args:
-        address: where.
-        port: of TCP; 0 for any free one.
-        on_accepted: gets each new socket and where it is from.
+        address: the address of the interface.
+        port: the TCP port; 0 for any free one.
+        on_accepted: called with each new socket and the address from which it comes.
 
     Attributes:
-        port: the one in use.
+        port: the port in use.
 
     Raises:
-        OSError: if the address is taken, or not of this machine.
+        OSError: if the address is taken, or not one of this machine.
     """
 
     def __init__(
@@ -115,7 +122,7 @@ class Listener:
             connection, where = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptors, or no memory: connections wait at the kernel for a while
+        except OSError as error:  # no file descriptors or no memory left: connections wait in the kernel for a while
             if not self._full:
                 log.warning("no connection can be accepted for now: %s; those that are there stay", error.strerror)
             self._full = True
@@ -127,6 +134,6 @@ class Listener:
         self._on_accepted(connection, where[0])
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         self._loop.remove_reader(self._socket)
         self._socket.close()

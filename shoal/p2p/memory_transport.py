@@ -1,4 +1,4 @@
-"""A transport within one process, over a network whose delays and partitions are given: for tests and simulation."""
+"""A transport within one process, over a network with given delays and partitions: for tests and simulation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Delay = Callable[[PeerID, PeerID, int], float]
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """Both ends have the same one."""
+    """A connection. Both ends share one object."""
 
     moved: int = 0  # bytes of large messages that arrived
-    flows: dict[PeerID, _Flow] = field(default_factory=dict)  # of each of the two
+    flows: dict[PeerID, _Flow] = field(default_factory=dict)  # one for each end
 
 
 @dataclass(slots=True)
@@ -30,9 +30,9 @@ class _Flow:
     """What one end has sent over a connection.
 
     Attributes:
-        nbytes: of it, that are there or under way.
-        seconds: for which something was under way, or will have been.
-        until: when the last of it is there.
+        nbytes: bytes that have arrived or are under way.
+        seconds: for how long, in total, bytes were or will be under way.
+        until: when the last byte arrives.
     """
 
     nbytes: int = 0
@@ -40,24 +40,24 @@ class _Flow:
     until: float = 0.0
 
     def sent(self, nbytes: int, now: float, until: float) -> None:
-        """Some more is sent, and there at that time."""
+        """Record that `nbytes` more bytes are sent now and arrive at `until`."""
         self.nbytes += nbytes
         self.seconds += max(0.0, until - max(now, self.until))
         self.until = max(self.until, until)
 
 
 class MemoryNetwork:
-    """Joins `MemoryTransport`s. Time is the running loop's, so it may be virtual.
+    """Connects `MemoryTransport`s. It uses the running loop's time, which may be virtual.
 
     Attributes:
-        payload_scale: each byte of a message's buffers takes the time of so many: for tensors that stand for larger
-            ones.
+        payload_scale: each byte of a message's buffers takes the time of this many bytes, so that small tensors can
+            stand for larger ones.
 
     Args:
-        delay: seconds that a message of so many bytes takes from one peer to another; zero when not given.
-        enter: asked when it is there: seconds that it takes from then on, since other messages come in as well. A
-            message that comes later from the same peer has to take longer.
-        lost_after: seconds until a connection over a cut link counts as lost (the heartbeat's time-out).
+        delay: seconds that a message of a size in bytes takes from one peer to another. Default: zero.
+        enter: called when a message reaches the receiver: seconds that it takes from then on, because other messages
+            come in as well. A later message from the same peer must take longer. Default: zero.
+        lost_after: seconds until a connection over a cut link counts as lost (the timeout of the heartbeat).
     """
 
     def __init__(
@@ -70,26 +70,29 @@ class MemoryNetwork:
         self.transports: dict[PeerID, MemoryTransport] = {}
         self._listening: dict[tuple[str, int], MemoryTransport] = {}
         self._ports = itertools.count(1025)
-        self._cut: set[tuple[PeerID, PeerID]] = set()  # from the first nothing comes to the second
+        self._cut: set[tuple[PeerID, PeerID]] = set()  # nothing passes from the first to the second
 
     def cut(self, one: PeerID, other: PeerID, *, one_way: bool = False) -> None:
-        """Nothing passes between the two from now on, or nothing from `one` to `other` if `one_way`; both see the other
-        lost after `lost_after` seconds."""
+        """Let nothing pass between the two from now on, or nothing from `one` to `other` if `one_way`. Both lose each
+        other after `lost_after` seconds.
+        """
         self._cut |= {(one, other)} if one_way else {(one, other), (other, one)}
         for near, far in ((one, other), (other, one)):
             if near in self.transports:
                 asyncio.get_running_loop().call_later(self.lost_after, self._heartbeat_missed, near, far)
 
     def heal(self) -> None:
-        """All links work again. Connections that were lost meanwhile stay lost until somebody dials."""
+        """Let all links work again. Connections that were lost meanwhile stay lost until a peer dials."""
         self._cut.clear()
 
     def kill(self, peer: PeerID) -> None:
-        """The peer's process dies: what it sent still arrives, it sends and receives nothing more, all see it lost."""
+        """End the peer's process: its earlier messages still arrive, it sends and receives no more, and all others lose
+        it.
+        """
         self.transports[peer]._leave("its process ended")
 
     def _is_cut(self, one: PeerID, other: PeerID) -> bool:
-        """Whether nothing passes between the two, in one direction at least."""
+        """Whether the link between the two is cut in at least one direction."""
         return not self._cut.isdisjoint({(one, other), (other, one)})
 
     def _heartbeat_missed(self, near: PeerID, far: PeerID) -> None:
@@ -98,7 +101,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport(Transport):
-    """One peer's end of a `MemoryNetwork`. Messages are copied when sent, as a real transport does."""
+    """One peer's end of a `MemoryNetwork`. It copies messages when they are sent, as a real transport does."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerID) -> None:
         self.network = network
@@ -130,7 +133,7 @@ class MemoryTransport(Transport):
         if other.peer_id != peer:
             raise HandshakeFailed(f"{address}: another peer answers there")
         if network.transports.get(me) is self and peer not in self._connections:
-            other.lost(me, "it has connected anew")  # if the end of the connection before is still to come
+            other.lost(me, "it has connected anew")  # if it has not noticed the end of the earlier connection yet
             self._connections[peer] = other._connections[me] = _Connection()
 
     async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
@@ -171,11 +174,12 @@ class MemoryTransport(Transport):
         self._leave("the peer disconnected")
 
     def cancel(self, prefix: bytes) -> None:
-        pass  # everything was copied when it was sent
+        pass  # all buffers were copied when they were sent
 
     def _tell(self, peer: PeerID, size: int, event: Callable[[MemoryTransport], None]) -> None:
-        """Call `event` with the other end after the link's delay, never before what was sent earlier; not at all if
-        there is no connection, or if it is cut or gone by then."""
+        """Call `event` with the other end after the link's delay, and never before earlier messages. If there is no
+        connection, or if it is cut or gone by then, `event` is not called.
+        """
         connection, network, loop = self._connections.get(peer), self.network, asyncio.get_running_loop()
         if connection is None:
             return
@@ -197,7 +201,7 @@ class MemoryTransport(Transport):
         self._last_arrival[peer] = when
         flow = connection.flows.setdefault(self.peer_id, _Flow())
         flow.sent(size, loop.time(), when)
-        loop.call_at(when, come, context=Context())  # what is under way belongs to neither peer
+        loop.call_at(when, come, context=Context())  # the context of neither peer applies to a message under way
 
     def _end(self, peer: PeerID, reason: str) -> None:
         self._tell(peer, 0, lambda other: other.lost(self.peer_id, reason))

@@ -1,5 +1,8 @@
-"""Addresses of peers, in multiaddr form: `/ip4/203.0.113.7/tcp/31337/p2p/<peer id>`, or by way of a relay:
-`/ip4/203.0.113.7/tcp/31337/p2p/<relay's id>/p2p-circuit/p2p/<peer id>`."""
+"""Addresses of peers, as multiaddrs.
+
+A direct address is `/ip4/203.0.113.7/tcp/31337/p2p/<peer id>`. One through a relay is
+`/ip4/203.0.113.7/tcp/31337/p2p/<relay's id>/p2p-circuit/p2p/<peer id>`.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,29 @@ from shoal.p2p.identity import PeerID
 
 MAX_LENGTH = 512
 FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
-"""The protocols of host names, and of which family the addresses are that they stand for."""
+"""The protocols of host names, and the family of the addresses to which each resolves."""
 _PEER = re.compile(r"/p2p/([^/]+)")
-_NAMED = {False: ([], ["p2p"]), True: (["p2p"], ["p2p", "p2p"])}  # who may be named, without and with a relay
+# the ids that an address may have, without and with a relay
+_NAMED = {False: ([], ["p2p"]), True: (["p2p"], ["p2p", "p2p"])}
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?")
 
 
 @dataclass(frozen=True, slots=True, order=True, init=False)
 class Multiaddr:
-    """Where a peer listens, or a relay that leads to it, and who must answer there.
+    """The address where a peer listens, or of a relay to the peer, with the id of the peer that must answer.
 
     Args:
-        address: `"/ip4/<address>/tcp/<port>"`, or with `/p2p/<peer id>` at its end; or another `Multiaddr`.
+        address: `"/ip4/<address>/tcp/<port>"`, optionally followed by `/p2p/<peer id>`; or another `Multiaddr`.
 
     Attributes:
-        protocol: of the host: "ip4", "ip6", "dns4", "dns6" or "dns".
-        host: an address or a host name: the relay's, if there is one.
-        port: of TCP; 0 means "any free one" and makes sense only for listening.
-        relay: who listens there and leads to the peer; None if the peer itself listens there.
-        peer_id: who answers there; None in an address to listen on.
+        protocol: the protocol of the host: "ip4", "ip6", "dns4", "dns6" or "dns".
+        host: the address or host name; that of the relay, if there is one.
+        port: the TCP port. 0 means any free port, and is valid for listening only.
+        relay: the id of the relay that listens there; None if the peer itself listens there.
+        peer_id: the id of the peer that answers; None in an address to listen on.
 
     Raises:
-        ValueError: that says what is wrong with `address`.
+        ValueError: if `address` is malformed. The message says what is wrong.
     """
 
     protocol: str = field(init=False)
@@ -63,7 +67,7 @@ class Multiaddr:
         return f"/{self.protocol}/{self.host}/tcp/{port}{way}{tail}"
 
     def with_peer(self, peer_id: PeerID | None) -> Multiaddr:
-        """This address, of that peer; None: of nobody in particular. The relay, if there is one, stays."""
+        """This address with another peer id, or without one if `peer_id` is None. The relay, if there is one, stays."""
         return self if peer_id == self.peer_id else Multiaddr(self._text(self.port, self.relay, peer_id))
 
     def with_port(self, port: int) -> Multiaddr:
@@ -71,26 +75,36 @@ class Multiaddr:
         return Multiaddr(self._text(port, self.relay, self.peer_id))
 
     def by_relay(self, peer_id: PeerID | None) -> Multiaddr:
-        """The address of that peer by way of the relay that listens here. Raises ValueError if nobody is named here, or
-        if this leads through a relay itself."""
+        """The address of the peer `peer_id` through the relay that listens here.
+
+        Raises:
+            ValueError: if this address has no peer id, or leads through a relay itself.
+        """
         if self.peer_id is None or self.relay is not None:
             raise ValueError(f"{self} is not the address of a relay")
         return Multiaddr(self._text(self.port, self.peer_id, peer_id))
 
     def of_relay(self) -> Multiaddr:
-        """The address of the relay that leads to this one. Raises ValueError if there is none."""
+        """The address of the relay in this address. Raises ValueError if there is none."""
         if self.relay is None:
             raise ValueError(f"{self} does not lead through a relay")
         return Multiaddr(self._text(self.port, None, self.relay))
 
     def encapsulate(self, other: str | Multiaddr) -> Multiaddr:
-        """This address, and then `other`: `address.encapsulate(f"/p2p/{peer_id}")`, as in py-multiaddr. Raises
-        ValueError if the two are no address together."""
+        """This address followed by `other`, as in py-multiaddr: `address.encapsulate(f"/p2p/{peer_id}")`.
+
+        Raises:
+            ValueError: if the result is no address.
+        """
         return Multiaddr(f"{self}{other}")
 
     def decapsulate(self, other: str | Multiaddr) -> Multiaddr:
-        """This address without the last `other` in it, and without what comes after, as in py-multiaddr. Raises
-        ValueError if `other` is not in it, or if no address is left (py-multiaddr has parts of addresses, too)."""
+        """This address without the last `other` in it and without everything after that, as in py-multiaddr.
+
+        Raises:
+            ValueError: if `other` is not in it, or if the rest is no complete address (py-multiaddr also has partial
+                addresses).
+        """
         other = _PEER.sub(lambda found: f"/p2p/{PeerID.parse(found[1])}", str(other))  # a peer id has two spellings
         before, found, _ = f"{self}/".rpartition(f"{other}/")
         if not found:
@@ -98,8 +112,13 @@ class Multiaddr:
         return Multiaddr(before)
 
     def value_for_protocol(self, protocol: str) -> str:
-        """What `protocol` ("ip4", "tcp", "p2p", …) has in this address, as text, as in py-multiaddr; of "p2p" it is who
-        answers, not the relay, and "p2p-circuit" has "". Raises LookupError for one that is not in it."""
+        """The value of `protocol` ("ip4", "tcp", "p2p", …) in this address, as text, as in py-multiaddr.
+
+        For "p2p" it is the id of the peer that answers, not of the relay; for "p2p-circuit" it is "".
+
+        Raises:
+            LookupError: if the address does not have this protocol.
+        """
         _, *parts = str(self).replace("/p2p-circuit", "/p2p-circuit/").split("/")
         values = dict(zip(parts[::2], parts[1::2], strict=True))
         if protocol not in values:
@@ -107,7 +126,7 @@ class Multiaddr:
         return values[protocol]
 
 
-@lru_cache(maxsize=4096)  # members tell each other the same addresses again and again
+@lru_cache(maxsize=4096)  # members send each other the same addresses again and again
 def _parsed(text: str) -> tuple[str, str, int, PeerID | None, PeerID | None]:
     parts = text.split("/") if len(text) <= MAX_LENGTH else []
     ids = [*parts[5:]]
@@ -129,7 +148,7 @@ def _parsed(text: str) -> tuple[str, str, int, PeerID | None, PeerID | None]:
 
 def _check_host(protocol: str, host: str) -> None:
     if protocol in ("ip4", "ip6"):
-        # A zone ("%eth0") means something on one machine only.
+        # A zone ("%eth0") is valid on one machine only.
         if "%" in host or f"ip{ipaddress.ip_address(host).version}" != protocol:
             raise ValueError(f"{host} is not an {protocol} address")
     elif protocol not in FAMILIES:

@@ -1,4 +1,4 @@
-"""A peer on the network: typed messages, requests with deadlines, and the book of known addresses."""
+"""A peer on the network: typed messages, requests with deadlines, and a book of known addresses."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ log = logging.getLogger(__name__)
 MAX_SERVICE_NAME = 128
 MAX_REASON = 1024
 MAX_TIMEOUT = 3600.0
-MAX_CALLS_PER_PEER = 512  # requests of one peer that are being handled
+MAX_CALLS_PER_PEER = 512  # requests of one peer handled at a time
 MAX_KNOWN_PEERS = 16384
 MAX_ADDRESSES_PER_PEER = 8
 DIAL_TIMEOUT = 10.0
-MAX_EXTENSIONS = 20  # of a request's time-out, because of large messages that pass meanwhile
+MAX_EXTENSIONS = 20  # of a request's timeout, while large messages pass
 
 _NOTICE, _REQUEST, _REPLY, _FAILURE = range(4)
-# What decoding bytes from the network can raise; msgspec gives up on deep nesting with RecursionError.
+# The errors of decoding bytes from the network. msgspec raises RecursionError for deep nesting.
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """The header frame of every message. `call` ties a reply to its request; `timeout` is the request's, in seconds."""
+    """The header frame of every message. `call` links a reply to its request; `timeout` is that of the request, in
+    seconds.
+    """
 
     kind: Annotated[int, msgspec.Meta(ge=_NOTICE, le=_FAILURE)]
     service: Annotated[str, msgspec.Meta(max_length=MAX_SERVICE_NAME)]
@@ -46,7 +48,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a message was refused; `judged` if that is because of what it says."""
+    """Why a message was refused. `judged` says whether its content was the reason."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
     judged: bool
@@ -55,8 +57,8 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 _NO_MESSAGE = Envelope(_NOTICE, "", 0, 0.0, msgspec.Raw())
 _envelopes, _failures = msgspec.msgpack.Decoder(Envelope), msgspec.msgpack.Decoder(Failure)
 _encode = msgspec.msgpack.Encoder().encode
-# Two threads that show msgspec (0.22) a type for the first time end the process: one decodes with what the other has
-# half made.
+# If two threads of msgspec 0.22 use a type for the first time at the same moment, the process crashes: one decodes with
+# a half-made description of the other.
 _one_at_a_time = threading.Lock()
 
 
@@ -66,17 +68,20 @@ def _raw(message: msgspec.Struct) -> msgspec.Raw:
 
 def _drop(answer: Awaitable[object]) -> None:
     if isinstance(answer, Coroutine):
-        answer.close()  # else Python complains of one that nobody has awaited
+        answer.close()  # otherwise Python warns that nobody awaited it
 
 
 class Service:
-    """A name and the set of message types that it knows: `Service("dht", Ping | Find | Found)`.
+    """A name and the message types that belong to it: `Service("dht", Ping | Find | Found)`.
 
     Args:
         name: at most 128 characters; unique on a node.
-        messages: a msgspec struct type with a tag, or a union of them: requests, replies and notices alike.
-        undecodable: told who sent what can't be decoded, and what is wrong with it.
-        admit: asked of each message before it is decoded; raises Refused for a peer whose messages are not taken.
+        messages: a msgspec struct type with a tag, or a union of such types: requests, replies and notices alike.
+        undecodable: called with the sender and the reason if a message can't be decoded.
+        admit: called with the sender of each message before decoding. Raises Refused to refuse a peer's messages.
+
+    Raises:
+        ValueError: if the name is too long.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a request was answered with: a message, and buffers beside it; `name` as in `Transport.send`."""
+    """The answer to a request: a message, and buffers beside it. `name` is as in `Transport.send`."""
 
     body: msgspec.Struct
     buffers: Sequence[Buffer] = ()
@@ -126,31 +131,32 @@ def _refusal(answer: Envelope) -> Refused:
 
 
 class Node:
-    """Talks to other nodes over a `Transport`. Lives on one loop: all methods are called on that loop's thread.
+    """Exchanges messages with other nodes over a `Transport`. It lives on one loop: call all methods on that loop's
+    thread.
 
-    A handler is `handler(peer, message, buffers)`. It returns (or is a coroutine that returns) the reply to a request,
-    and nothing to a notice; it raises `Refused(reason)` to decline either. Handlers of one peer start in the order in
-    which its messages came.
+    A handler is `handler(peer, message, buffers)`. It returns the reply to a request, or a coroutine that returns it;
+    for a notice it returns None. It raises `Refused(reason)` to decline either. The handlers for one peer's messages
+    start in the order in which the messages came.
 
     Args:
-        identity: who this peer is.
-        transport: carries the messages; not used by anybody else.
+        identity: this peer's identity.
+        transport: carries the messages. Nobody else may use it.
     """
 
     def __init__(self, identity: Identity, transport: Transport) -> None:
         self.identity = identity
         self.peer_id = identity.peer_id
         self.transport = transport
-        self.addresses: list[Multiaddr] = []  # where this node listens
-        self.bytes_sent = 0  # of buffers, to other peers
+        self.addresses: list[Multiaddr] = []  # the addresses where this node listens
+        self.bytes_sent = 0  # of buffers only, to other peers
         self.bytes_received = 0
-        self.mates: set[PeerID] = set()  # nodes that are one peer with this one
-        self.shared: dict[str, Any] = {}  # what several services of this node have in common, by a name of their own
+        self.mates: set[PeerID] = set()  # other nodes that are the same peer as this one
+        self.shared: dict[str, Any] = {}  # objects that several services of this node share, by name
         self._book: dict[PeerID, list[Multiaddr]] = {}
         self._services: dict[str, tuple[Service, Handler]] = {}
         self._calls: dict[tuple[PeerID, int], asyncio.Future[tuple[Envelope, Sequence[memoryview]]]] = {}
         self._next_call = 1
-        self._heard: dict[PeerID, float] = {}  # when a connected peer last said something
+        self._heard: dict[PeerID, float] = {}  # when the last message of a connected peer came
         self._dialling: dict[PeerID, asyncio.Task[None]] = {}
         self._handling: dict[PeerID, int] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -162,13 +168,13 @@ class Node:
     # -- addresses and connections
 
     async def listen(self, address: Multiaddr) -> Multiaddr:
-        """Accept connections at `address`; returns it with the port in use and this peer's id."""
+        """Accept connections at `address`. Returns it with the port in use and this peer's id."""
         bound = await self.transport.listen(address)
         self.addresses.append(bound)
         return bound
 
     def learn(self, peer: PeerID, addresses: Iterable[Multiaddr]) -> None:
-        """Remember where `peer` listens. Addresses that name another peer are left out."""
+        """Remember where `peer` listens. Addresses with another peer id are ignored."""
         known = [a.with_peer(peer) for a in addresses if a.peer_id in (None, peer)][:MAX_ADDRESSES_PER_PEER]
         if known and peer != self.peer_id:
             self._book.pop(peer, None)
@@ -177,22 +183,28 @@ class Node:
                 del self._book[next(iter(self._book))]
 
     def known_addresses(self, peer: PeerID) -> list[Multiaddr]:
-        """Where `peer` is known to listen; this node's own addresses for itself."""
+        """The addresses where `peer` is known to listen; for this node itself, its own."""
         return self.addresses if peer == self.peer_id else self._book.get(peer, [])
 
     def is_connected(self, peer: PeerID) -> bool:
-        """Whether a message to `peer` can be sent now; always true of this node itself."""
+        """Whether a message to `peer` can be sent now. Always true for this node itself."""
         return self.transport.is_connected(peer) or peer == self.peer_id
 
     def heard(self, peer: PeerID) -> float:
-        """When the last message of that peer came, on the loop's clock; minus infinity if none has come since it was
-        last lost."""
+        """When the last message of that peer came, on the loop's clock. Minus infinity if none has come since the peer
+        was last lost.
+        """
         return self._heard.get(peer, float("-inf"))
 
     async def connect(self, peer: PeerID, timeout: float = DIAL_TIMEOUT) -> None:
-        """Make sure that there is a connection to `peer`, dialling its known addresses a little apart.
+        """Connect to `peer`, unless it is connected, by dialling its known addresses a little apart.
 
-        Raises PeerUnreachable (HandshakeFailed if somebody else answers), also when `timeout` seconds have passed.
+        Args:
+            peer: the peer.
+            timeout: seconds to wait for a connection.
+
+        Raises:
+            PeerUnreachable: if nobody answers, also after `timeout` seconds. HandshakeFailed if another peer answers.
         """
         if self.closed:
             raise PeerUnreachable("this node is closed")
@@ -228,19 +240,22 @@ class Node:
             raise PeerUnreachable(f"{address} did not answer within {DIAL_TIMEOUT / 2:g} s") from None
 
     async def look_for_twin(self, address: Multiaddr) -> None:
-        """Dial an address of this very peer: if another process with its identity answers, both say so (`Twins`).
+        """Dial an address of this very peer. If another process with its identity answers, both log a warning
+        (`Twins`).
 
-        Raises PeerUnreachable, whoever answers or does not.
+        Raises PeerUnreachable in any case, whether somebody answers or not.
         """
         await self._dial_address(address.with_peer(self.peer_id))
 
     def on_lost(self, handler: LostHandler) -> Callable[[], None]:
-        """Have `handler(peer, reason)` called when a connected peer is lost; returns a function that ends that."""
+        """Call `handler(peer, reason)` whenever a connected peer is lost. Returns a function that ends this."""
         self._lost_handlers.append(handler)
         return lambda: self._lost_handlers.remove(handler) if handler in self._lost_handlers else None
 
     def disconnect(self, peer: PeerID, reason: str) -> None:
-        """End all connections to a peer that does not answer: it is lost, to calls that wait for it as well."""
+        """End all connections to a peer that does not answer. The peer counts as lost, also for calls that wait for
+        it.
+        """
         self.transport.disconnect(peer)
         self._on_lost(peer, reason)
 
@@ -254,19 +269,32 @@ class Node:
         buffers: Sequence[Buffer] = (),
         name: bytes = b"",
     ) -> None:
-        """Send `message` to each connected peer of `peers`, expecting no reply. On return the caller may write to
-        `buffers` again, but not to one with a `name` (see `Transport.send`)."""
+        """Send `message` to each connected peer of `peers`, and expect no reply. When this returns, the caller may
+        write to `buffers` again, except to one with a `name` (see `Transport.send`).
+        """
         self._post(peers, Envelope(_NOTICE, service.name, 0, 0.0, _raw(message)), buffers, name)
 
     async def call(
         self, peer: PeerID, service: Service, message: msgspec.Struct, expect: type[Body], *, timeout: float
     ) -> Body:
-        """Send a request and return its reply, connecting first if need be.
+        """Send a request and return its reply. Connects first if necessary.
 
-        Raises Refused with the other side's reason (Unavailable if it did not judge the message), PeerUnreachable,
-        PeerLost, TimeoutError after `timeout` seconds, and P2PError if the reply is not an `expect`. As long as large
-        messages pass between the two, request or reply wait behind them: the time-out counts from then on, at most
-        MAX_EXTENSIONS times.
+        While large messages pass between the two peers, request and reply wait behind them. So the timeout then begins
+        again, at most MAX_EXTENSIONS times.
+
+        Args:
+            peer: the receiver.
+            service: the service of the message.
+            message: the request.
+            expect: the type of the reply.
+            timeout: seconds to wait for the reply.
+
+        Raises:
+            Refused: with the other side's reason. Unavailable if it did not judge the message.
+            PeerUnreachable: if no connection can be made.
+            PeerLost: if the peer is lost meanwhile.
+            TimeoutError: if no reply comes in time.
+            P2PError: if the reply is not an `expect`.
         """
         body = (await self.call_for_buffers(peer, service, message, timeout=timeout)).body
         if not isinstance(body, expect):
@@ -277,7 +305,7 @@ class Node:
     async def call_for_buffers(
         self, peer: PeerID, service: Service, message: msgspec.Struct, *, timeout: float, buffers: Sequence[Buffer] = ()
     ) -> Reply:
-        """As `call`, with buffers, and for replies of several kinds or with buffers."""
+        """As `call`, with buffers beside the request, and for replies of several types or with buffers."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         if self.closed or not self.is_connected(peer):
@@ -300,7 +328,7 @@ class Node:
         finally:
             del self._calls[peer, number]
             if not future.cancel():
-                future.exception()  # it came in the moment in which nobody waited any more
+                future.exception()  # it came at the moment when nobody waited any more
 
     def _post(
         self, peers: Sequence[PeerID], envelope: Envelope, buffers: Sequence[Buffer] = (), name: bytes = b""
@@ -311,20 +339,21 @@ class Node:
             self.bytes_sent += len(others) * sum(memoryview(buffer).nbytes for buffer in buffers)
             self.transport.send(others, header, buffers, name)
         if len(others) != len(peers):
-            # To itself, a node speaks through the same door as everybody: encoded, checked, and never re-entrant.
+            # A message to itself takes the same path as all others: it is encoded, checked, and never handled
+            # re-entrantly.
             copies = [memoryview(bytes(buffer)) for buffer in buffers]
             asyncio.get_running_loop().call_soon(self._on_message, self.peer_id, memoryview(header), copies)
 
     # -- messages in
 
     def serve(self, service: Service, handler: Handler) -> None:
-        """Handle the messages of `service`. Raises ValueError if its name is taken on this node."""
+        """Handle the messages of `service` by `handler`. Raises ValueError if its name is taken on this node."""
         if service.name in self._services:
             raise ValueError(f"{service.name!r} is already served on this node: choose another name (prefix, run id)")
         self._services[service.name] = (service, handler)
 
     def stop_serving(self, service: Service) -> None:
-        """Refuse the messages of `service` from now on; another one that is served under its name is left alone."""
+        """Refuse the messages of `service` from now on. Another service that has its name stays."""
         if self._services.get(service.name, (None,))[0] is service:
             del self._services[service.name]
 
@@ -340,7 +369,7 @@ class Node:
         if envelope.kind in (_REPLY, _FAILURE):
             self._on_answer(peer, envelope, buffers)
         elif envelope.kind == _NOTICE and envelope.service not in self._services:
-            # Nobody waits for an answer, and it may well be on its way to a run that this peer has just left.
+            # Nobody waits for an answer, and the notice may be for a run that this peer has just left.
             log.debug("dropped a notice of %r to the unknown service %r", peer, envelope.service)
         else:
             with self._declining(peer, envelope):
@@ -391,7 +420,7 @@ class Node:
 
     @contextmanager
     def _declining(self, peer: PeerID, request: Envelope) -> Iterator[None]:
-        """Tell the sender of what goes wrong within: it must end neither the connection nor the loop."""
+        """Report errors within to the sender. They must end neither the connection nor the loop."""
         try:
             yield
         except Unanswered as error:
@@ -400,7 +429,7 @@ class Node:
             self._decline(peer, request, error)
         except Exception as error:
             reason = f"could not be handled: {str(error) or 'deadline passed'}"
-            if not isinstance(error, TimeoutError | P2PError) or isinstance(error, MessageTooLarge):  # a defect of ours
+            if not isinstance(error, TimeoutError | P2PError) or isinstance(error, MessageTooLarge):  # a bug
                 log.exception("handling a message of %r to %r failed", peer, request.service)
                 reason = "internal error"
             self._decline(peer, request, Unavailable(reason))
@@ -416,7 +445,7 @@ class Node:
             future.set_result((answer, buffers))
         elif future is None and answer.kind == _FAILURE:
             error = _refusal(answer)
-            # One that was not judged has come too late: to a run that was left, say.
+            # A message that was not judged has usually come too late, for example for a run that was left.
             level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
             log.log(level, "%r refused a message to %r: %s", peer, answer.service, error)
 
@@ -428,13 +457,15 @@ class Node:
         for handler in list(self._lost_handlers):
             try:
                 handler(peer, reason)
-            except Exception:  # a defect of one must not keep the news from the others
+            except Exception:  # a bug in one handler must not keep the news from the others
                 log.exception("handling the loss of %r failed", peer)
 
     # -- life
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a task that belongs to this node: cancelled when it closes, its unexpected errors logged."""
+        """Run a task that belongs to this node: it is cancelled when the node closes, and its unexpected errors are
+        logged.
+        """
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -445,11 +476,12 @@ class Node:
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None and not isinstance(error, P2PError | TimeoutError):  # who waits for it hears of those
+        # whoever awaits the task gets these errors
+        if error is not None and not isinstance(error, P2PError | TimeoutError):
             log.error("a task of %r failed", self.peer_id, exc_info=error)
 
     async def close(self) -> None:
-        """Cancel what is under way, end all connections, stop listening. Calling it again does nothing.
+        """Cancel everything under way, end all connections, and stop listening. A second call does nothing.
 
         Requests that wait for a reply end with PeerUnreachable.
         """

@@ -1,16 +1,16 @@
-"""How much one identity may have this peer do. No I/O; time is given."""
+"""Limits on how much work one identity may cause this peer. No I/O; callers give the time."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-MAX_IDENTITIES = 4096  # of which it is known what they have used; the one that was quiet for longest is forgotten
+MAX_IDENTITIES = 4096  # whose use is remembered; the one that has been quiet for longest is forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So much a second, and so much at once after a pause."""
+    """An amount per second, and an amount at once after a pause."""
 
     per_second: float
     at_once: float
@@ -20,19 +20,19 @@ class Quota:
     """A token bucket for each identity.
 
     Args:
-        rate: what each identity may use.
+        rate: the rate for each identity.
     """
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
-        self._used: dict[Hashable, tuple[float, float]] = {}  # how much was used up, when; the quietest first
+        self._used: dict[Hashable, tuple[float, float]] = {}  # (amount used, when), the quietest identity first
 
     def allows(self, who: Hashable, amount: float, now: float) -> bool:
-        """Whether `who` may use so much now."""
+        """Whether `who` may use `amount` now."""
         return self._level(who, now) + amount <= self._rate.at_once
 
     def use(self, who: Hashable, amount: float, now: float) -> bool:
-        """`who` uses so much, if it may; returns whether it may."""
+        """Let `who` use `amount`, if it may; returns whether it may."""
         level = self._level(who, now) + amount
         if level > self._rate.at_once:
             return False

@@ -1,4 +1,4 @@
-"""Trying several ways to the same end at once, a little apart."""
+"""Runs several attempts at the same goal, started a little apart."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ HEAD_START = 0.25  # seconds, as RFC 8305 ("Happy Eyeballs") recommends
 
 
 async def first_to_succeed(attempts: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Start one attempt after the other, each when all before it failed or had HEAD_START seconds, until one succeeds.
+    """Start the attempts in order until one succeeds. Each starts when all earlier ones have failed, or after
+    HEAD_START seconds.
 
-    The others are then cancelled. Raises the last error if all fail; there must be at least one.
+    When one succeeds, the others are cancelled. If all fail, the last error is raised. There must be at least one
+    attempt.
     """
     waiting = list(attempts)
     running: set[asyncio.Task[None]] = set()

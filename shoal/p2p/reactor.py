@@ -1,4 +1,4 @@
-"""The one background thread of a process: it runs the asyncio loop on which everything that talks lives."""
+"""The one background thread of a process. It runs the asyncio loop on which all network communication lives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ T = TypeVar("T")
 SWITCH_INTERVAL = 0.0005
 """Seconds for which another thread may keep the GIL when the reactor wants it back, as long as there is a reactor.
 
-Every call into torch, OpenSSL or the kernel that lets go of the GIL may have to wait so long for it afterwards. With
-Python's default of 5 ms a round beside a trainer in pure Python took up to ten times as long (25M float32, float16, 4
-peers on 2 cores, over ZeroMQ: 0.45 to 4.6 s instead of 0.31; with this 0.38 to 0.49 s). The trainer notices no
-difference."""
+After every call into torch, OpenSSL or the kernel that releases the GIL, the reactor may have to wait this long for the
+GIL. With Python's default of 5 ms a round beside a trainer in pure Python took up to ten times as long (25M float32,
+float16, 4 peers on 2 cores, over ZeroMQ: 0.45 to 4.6 s instead of 0.31; with this 0.38 to 0.49 s). The trainer notices
+no difference.
+"""
 
 
 class Reactor:
@@ -40,7 +41,7 @@ class Reactor:
 
     @classmethod
     def acquire(cls) -> Reactor:
-        """The process's reactor, started if nobody uses it yet. Each caller must `release()` it once."""
+        """The process's reactor, started if nobody uses it yet. Each caller must call `release()` once."""
         with cls._lock:
             if cls._shared is None or not cls._shared._thread.is_alive():
                 cls._shared = cls()
@@ -48,7 +49,7 @@ class Reactor:
             return cls._shared
 
     def release(self) -> None:
-        """Say that this user is done; the last one stops the loop and joins the thread."""
+        """End this user's use. The last user stops the loop and joins the thread."""
         with Reactor._lock:
             self._users -= 1
             if self._users:
@@ -61,12 +62,16 @@ class Reactor:
             self._thread.join()
 
     def is_alive(self) -> bool:
-        """Whether its thread runs, in this process."""
+        """Whether its thread runs in this process."""
         return self._thread.is_alive()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `coroutine` on the loop; its result or error is in the future. Cancelling the future cancels it. Raises
-        RuntimeError in a forked child of the process whose reactor this is, where it would wait for ever."""
+        """Run `coroutine` on the loop. The future gets its result or error; cancelling the future cancels the
+        coroutine.
+
+        Raises:
+            RuntimeError: in a forked child of the reactor's process, where the future would never be done.
+        """
         if not self.is_alive():
             coroutine.close()
             raise RuntimeError(
@@ -82,5 +87,5 @@ class Reactor:
         return self.submit(coroutine).result()
 
     def _run(self) -> None:
-        with self._runner:  # which cancels what is left
+        with self._runner:  # the runner cancels the remaining tasks
             self.loop.run_forever()

@@ -1,4 +1,4 @@
-"""Ways to a peer other than to dial where it listens: somebody else finds them, the transport uses them."""
+"""Routes to a peer other than dialling its address. Other code finds them, and the transport uses them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from shoal.p2p.multiaddr import Multiaddr
 
 
 class Route(ABC):
-    """A way to one peer, for the link and for each connection of its lane.
+    """A route to one peer, for the link and for each connection of its lane.
 
     Attributes:
-        relayed: whether it leads through somebody else.
+        relayed: whether it leads through a relay.
     """
 
     relayed = False
 
     @abstractmethod
     async def connect(self) -> socket.socket:
-        """A TCP connection that does not block, whose other end the peer's transport accepts. Raises PeerUnreachable.
-        The caller sets the deadline."""
+        """A non-blocking TCP connection whose other end the peer's transport accepts. The caller sets the deadline.
+        Raises PeerUnreachable.
+        """
 
     def opened(self) -> None:  # noqa: B027 - most routes need not know
-        """A link over this route, which this side has dialled, is open."""
+        """Called when a link over this route that this side has dialled is open."""
 
 
 Router = Callable[[Multiaddr], Route]

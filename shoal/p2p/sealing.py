@@ -1,4 +1,6 @@
-"""How the frames of a lane are sealed: a header of fixed length and a payload, each with a counted nonce of its own."""
+"""The sealing of a lane's frames: a header of fixed length and a payload, each encrypted with a nonce from a
+counter.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,17 @@ Suite = type[AESGCM] | type[ChaCha20Poly1305]
 
 
 def suite_of(both: bool) -> Suite:
-    """The cipher of a lane whose other side says whether it has instructions for AES."""
+    """The cipher of a lane. `both` says whether the other side has instructions for AES."""
     return AESGCM if both and has_aes() else ChaCha20Poly1305
 
 
 class BrokenFrame(P2PError):
-    """A frame does not open, or breaks the bounds. Nobody is to blame for it: the path may have changed the bytes."""
+    """A frame can't be opened, or breaks the bounds. The peer is not to blame: the path may have changed the bytes."""
 
 
 @cache
 def has_aes() -> bool:
-    """Whether this processor has instructions for AES: without them, ChaCha20-Poly1305 is several times faster."""
+    """Whether this processor has instructions for AES. Without them, ChaCha20-Poly1305 is several times faster."""
     try:
         return "aes" in Path("/proc/cpuinfo").read_text().split()
     except OSError:
@@ -46,11 +48,11 @@ def has_aes() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What one connection of a lane is sealed with.
+    """The keys of one connection of a lane.
 
     Attributes:
         suite: the cipher of both directions.
-        sealing: 32 fresh random bytes of this side, for what it sends. They are used for nothing else.
+        sealing: 32 new random bytes of this side, for its frames. They are used for nothing else.
         opening: those of the other side.
     """
 
@@ -60,7 +62,7 @@ class Keys:
 
 
 class Header(NamedTuple):
-    """What a frame says of its payload: its size in bytes, the memory that it belongs to, and a message about it."""
+    """A frame's header: the size of its payload in bytes, the name of the memory for it, and a message about it."""
 
     size: int
     name: bytes
@@ -68,7 +70,7 @@ class Header(NamedTuple):
 
 
 class Sealer:
-    """Seals the frames of one direction. Frame k uses the nonces 2k and 2k + 1; not for two threads at once."""
+    """Seals the frames of one direction. Frame k uses the nonces 2k and 2k + 1. Not for two threads at once."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
         self._cipher = suite(key)
@@ -86,12 +88,12 @@ class Sealer:
 
 
 def sealed_bytes(size: int) -> int:
-    """How long a frame with `size` bytes of payload is on the wire."""
+    """The size on the wire of a frame with `size` bytes of payload."""
     return SEALED_HEADER_BYTES + (size + TAG_BYTES if size else 0)
 
 
 class Opener:
-    """Opens the frames of one direction, in their order: first a frame's header, then its payload if it has one."""
+    """Opens the frames of one direction, in order: a frame's header first, then its payload if it has one."""
 
     def __init__(self, suite: Suite, key: bytes) -> None:
         self._cipher = suite(key)
@@ -108,8 +110,12 @@ class Opener:
         return Header(size, name, bytes(fields[_FIELDS.size : _FIELDS.size + length]))
 
     def payload(self, sealed: memoryview, out: memoryview) -> None:
-        """Open the payload of the header opened last; `out` may be the beginning of `sealed`, since OpenSSL's ciphers
-        work in place. Raises BrokenFrame; then anything may stand in `out`."""
+        """Open the payload that belongs to the last header. `out` may be the beginning of `sealed`, because OpenSSL's
+        ciphers work in place.
+
+        Raises:
+            BrokenFrame: if it can't be opened. The content of `out` is arbitrary then.
+        """
         self._open(self._nonce - 1, sealed, out)
 
     def _open(self, nonce: int, sealed: memoryview, out: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The transport over TCP: between two peers one link, encrypted by TLS 1.3, both sides authenticated."""
+"""The transport over TCP: one link between two peers, encrypted by TLS 1.3, with both sides authenticated."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ from shoal.p2p.link import Link, LinkEvents, Stage
 from shoal.p2p.listener import Admission, Listener, most_connections
 from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
+from shoal.p2p.release import RELEASE
 from shoal.p2p.route import Route, Router
 from shoal.p2p.transport import Buffer, Observation, Transport, check_size
 
 log = logging.getLogger(__name__)
 
-REFUSAL_TIME = 1.0  # seconds that a refused peer has to read why
-MOVE_LINGER = 60.0  # seconds that what was queued for a link has to leave when another one has taken its place
-ALIVE_TIMEOUT = 3.0  # seconds that a connected peer has to show that it lives, when another says to be the same one
-LINGER = 0.5  # seconds that what is queued has to leave when the transport is closed
-LINKS_PER_PEER = 4  # accepted ones, refused ones that have not left yet included
-UNFINISHED_BYTES = 256 << 20  # of large messages that have not come whole
-QUEUES_BYTES = 1 << 30  # that wait for all peers; if they are more, who has taken nothing for
-STUCK_SECONDS = 10.0  # goes
+REFUSAL_TIME = 1.0  # seconds that a refused peer has to read the reason
+MOVE_LINGER = 60.0  # seconds that the queue of a link has to drain when another link has replaced it
+# seconds that a connected peer has to prove that it is alive, when another process claims to be the same peer
+ALIVE_TIMEOUT = 3.0
+LINGER = 0.5  # seconds that queues have to drain when the transport is closed
+LINKS_PER_PEER = 4  # accepted links, including refused ones that have not ended yet
+UNFINISHED_BYTES = 256 << 20  # of large messages that have come in part
+QUEUES_BYTES = 1 << 30  # that wait for all peers; beyond this, the peer with the longest stuck queue is disconnected
+STUCK_SECONDS = 10.0  # a queue is stuck if its peer has taken nothing for this long
 LOOK_INTERVAL = 0.5  # seconds
-LANE_BYTES = 64 << 10  # from which a named buffer goes over the lane
-LANE_LINGER = 1.0  # seconds that a lane has after its link's end to bring what has come
+LANE_BYTES = 64 << 10  # named buffers from this size on go over the lane
+LANE_LINGER = 1.0  # seconds after its link's end in which a lane still delivers
 
 _TAKEN = "another process with the same identity is connected already"
 _NONE_TO_SUCCEED = "there is no link that it could succeed"
@@ -66,11 +68,11 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class _Rival:
-    """A proven link of a peer that has another one, which is asked whether it lives.
+    """A proven link of a peer that has another link, while that other link is asked whether it is alive.
 
     Attributes:
-        link: it waits to be kept, or was kept and waits to be used.
-        timer: after which the other one counts as lost.
+        link: the rival link. It waits to be kept, or it was kept and waits to be used.
+        timer: when it expires, the other link counts as lost.
     """
 
     link: Link
@@ -79,10 +81,10 @@ class _Rival:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """One link takes the place of another. This side sends over the new one already.
+    """The replacement of one link by another. This side sends over the new link already.
 
     Attributes:
-        old, new: these links.
+        old, new: the two links.
     """
 
     old: Link
@@ -92,31 +94,32 @@ class _Move:
 class SocketTransport(Transport, LinkEvents):
     """Links over TCP.
 
-    The dialled peer is proven by its certificate, whose key must be the peer id that was dialled, the dialling one by a
-    signature inside (`greeting.signed`). Nothing else passes before the listener has kept the link.
+    The dialled peer is proven by its certificate, whose key must be the dialled peer id. The dialling peer is proven by
+    a signature inside TLS (`greeting.signed`). Nothing else passes before the listener has kept the link.
 
-    Two peers that dial each other at once use one link: the peer with the smaller id decides which, by being the first
-    to keep or to use it. The other peer keeps a link, but does not use it, while it has a hello of its own under way;
-    so the link that goes has carried nothing. A dial that has no answer refuses nobody.
+    Two peers that dial each other at the same time end up with one link. The peer with the smaller id decides which
+    one, by being the first to keep it or to use it. The other peer keeps a link, but does not use it while it has a
+    hello of its own under way. So the link that is dropped has carried nothing. A dial that gets no answer refuses
+    nobody.
 
     Of two processes with one identity, the first stays connected. When another start of a connected peer says hello,
-    the connected one is asked whether it lives (`greeting.Taken`), and the other waits. If it answers within 3 s, both
-    use one identity at the same time: the other is refused. If its link ends or it is silent, it was started anew: it
-    is lost, and the other takes its place. The same question decides whether a peer that was dialled, and now dials,
-    has lost the first link.
+    the connected process is asked whether it is alive (`greeting.Taken`), and the new one waits. If the connected
+    process answers within 3 s, two processes use one identity at the same time, and the new one is refused. If its link
+    ends or it is silent, the peer was restarted: the old process is lost, and the new one takes its place. The same
+    question decides whether a peer that this side has dialled, and that dials now, has lost the first link.
 
-    The kernel asks after the other side (`tcp`), so a machine or a network that is gone is noticed, however long a
-    large message takes on a slow line. A process that hangs is not: its kernel still answers.
+    The kernel probes the other side (`tcp`), so a machine or a network that is gone is noticed, however long a large
+    message takes on a slow line. A process that hangs is not noticed, because its kernel still answers.
 
-    A link may take the place of another one while messages pass (`succeed`), as a direct one does of one through a
-    relay. Each side says over the old link when it sends over the new one (`greeting.Moved`), and takes nothing from
-    the new one before it has heard that; so all messages arrive, once and in order. The old lane ends when what was
-    under way over it has come. If the old link ends before that, the peer is lost.
+    A link may replace another one while messages pass (`succeed`), as a direct link replaces one through a relay. Each
+    side announces over the old link that it sends over the new one from now on (`greeting.Moved`), and reads nothing
+    from the new link before it has received that announcement. So all messages arrive, once and in order. The old lane
+    ends when all chunks under way over it have come. If the old link ends before that, the peer is lost.
 
     Large named buffers pass over a lane beside the link (`lanes`), which lives as long as the link.
 
     Args:
-        identity: who this peer is.
+        identity: this peer's identity.
         upload_limit, download_limit: bytes per second that this peer may send and receive; None for no limit.
     """
 
@@ -129,10 +132,11 @@ class SocketTransport(Transport, LinkEvents):
         self.shared = Shared(self.leases, Limit(upload_limit), Limit(download_limit))
         self.limit = min((limit for limit in (upload_limit, download_limit) if limit is not None), default=math.inf)
         self._lanes = Lanes(self.shared, self._on_chunk, self._lane_over)
-        self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}  # whose lanes are read to their end
+        # lost peers whose lanes are still being read
+        self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
-        self._links: set[Link] = set()  # all that have not ended
+        self._links: set[Link] = set()  # all links that have not ended
         self._moves: dict[PeerID, _Move] = {}
         self._rivals: dict[PeerID, _Rival] = {}
         self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
@@ -143,8 +147,9 @@ class SocketTransport(Transport, LinkEvents):
         self._admission = Admission(0)
         self.budget: Budget[Link] = Budget(UNFINISHED_BYTES)
         self._next_look: asyncio.TimerHandle | None = None
-        self.router: Router | None = None  # finds the ways through relays
-        self.on_circuit: Callable[[socket.socket, bytes], None] | None = None  # of a relay: gets the ends of circuits
+        self.router: Router | None = None  # finds the routes through relays
+        # on a relay: called with each end of a circuit
+        self.on_circuit: Callable[[socket.socket, bytes], None] | None = None
         self._closed = False
         self._emptied: asyncio.Event = asyncio.Event()
 
@@ -168,8 +173,13 @@ class SocketTransport(Transport, LinkEvents):
             self._admission = Admission(most_connections())
 
     def accept(self, connection: socket.socket, where: str, *, relayed: bool = False) -> None:
-        """Take a connection, which does not block, for one that was accepted: who is at the other end believes to have
-        dialled this peer. It comes from the host `where`, which is a relay's if it is `relayed`."""
+        """Treat a non-blocking connection as an accepted one: the other end believes that it has dialled this peer.
+
+        Args:
+            connection: the connection.
+            where: the host from which it comes; the relay's if it is `relayed`.
+            relayed: whether it leads through a relay.
+        """
         if self._closed:
             return connection.close()
         self._be_ready_to_accept()
@@ -215,7 +225,7 @@ class SocketTransport(Transport, LinkEvents):
         await first_to_succeed([partial(self._dial, peer, ip, address.port) for ip in found])
 
     async def _dial_by(self, peer: PeerID, address: Multiaddr) -> None:
-        """Dial by way of a relay."""
+        """Dial through a relay."""
         if self.is_connected(peer):
             return
         if self.router is None:
@@ -243,11 +253,11 @@ class SocketTransport(Transport, LinkEvents):
             raise type(error)(f"{ip}:{port}: {error}") from error
 
     async def _greet(self, link: Link, peer: PeerID) -> None:
-        """Return when a link that this side dials, or another one to that peer, is open."""
+        """Return when a link that this side dials, or another link to that peer, is open."""
         link.peer = peer
         try:
             await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
-            # A peer that is dialled at several addresses hears one hello at a time.
+            # A peer that is dialled at several addresses gets one hello at a time.
             async with self._greeting.setdefault(peer, asyncio.Lock()):
                 if not link.outcome.done() and self.is_connected(peer) and not link.succeeds:
                     return link.end("another link was quicker")
@@ -258,16 +268,18 @@ class SocketTransport(Transport, LinkEvents):
         except PeerUnreachable:
             raise
         except BaseException:
-            # Cancelled. A caller may give up in the very moment in which the link opens: then it stays.
+            # Cancelled. If the link opens at the very moment in which the caller gives up, it stays.
             link.outcome.cancel()
             if self._peers.get(peer) is not link:
                 link.end("this side gave up")
             raise
 
     async def succeed(self, peer: PeerID, connection: socket.socket, route: Route) -> None:
-        """Have a link over this connection, which does not block, take the place of the one to that peer. The other
-        side accepts it (`accept`). Lanes are dialled by `route` then. Raises PeerUnreachable if that fails: then the
-        old one stays."""
+        """Replace the link to that peer by a link over this non-blocking connection, which the other side accepts
+        (`accept`).
+
+        From then on, lanes are dialled by `route`. Raises PeerUnreachable if this fails; the old link stays then.
+        """
         if self._closed or peer not in self._peers:
             connection.close()
             raise PeerUnreachable(_NONE_TO_SUCCEED)
@@ -283,7 +295,7 @@ class SocketTransport(Transport, LinkEvents):
         except OSError as error:
             raise PeerUnreachable(f"{ip} can't be dialled: {error.strerror}") from error
         if source_port is not None:
-            # Others come from there, too: on Linux, all of them have to say that they share it.
+            # Other connections come from this port, too. On Linux, all of them must set this option to share it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 connection.bind(("", source_port))
@@ -310,7 +322,7 @@ class SocketTransport(Transport, LinkEvents):
                 own_port: int = link.socket.getsockname()[1]
                 link.say(Observe())
             await link.outcome
-            assert link.observed is not None  # or the outcome is an error
+            assert link.observed is not None  # otherwise the outcome is an error
             return Observation(_plain(link.observed.host), link.observed.port, own_port)
         finally:
             link.outcome.cancel()
@@ -320,7 +332,7 @@ class SocketTransport(Transport, LinkEvents):
         link = self._peers.get(peer)
         try:
             return _plain(link.address[0]) if link is not None and not link.relayed else ""
-        except OSError:  # it has just ended, which is told elsewhere
+        except OSError:  # it has just ended, which is reported elsewhere
             return ""
 
     def is_direct(self, peer: PeerID) -> bool:
@@ -340,7 +352,7 @@ class SocketTransport(Transport, LinkEvents):
             if link.lane is not None:
                 link.lane.end()
         if peer in self._rivals and not self._closed:
-            # Not before the caller has dealt with the loss.
+            # Only after the caller has dealt with the loss.
             asyncio.get_running_loop().call_soon(self._admit, peer)
 
     async def close(self) -> None:
@@ -374,7 +386,7 @@ class SocketTransport(Transport, LinkEvents):
         return sum(link.moved() + (0 if link.lane is None else link.lane.moved) for link in links)
 
     def delivered(self, peer: PeerID) -> tuple[int, float]:
-        """Of what passes over lanes: what is small says nothing of the path."""
+        """Counts only what passes over lanes: small messages tell nothing about the path."""
         link = self._peers.get(peer)
         return (0, 0.0) if link is None or link.lane is None else link.lane.delivered
 
@@ -388,7 +400,7 @@ class SocketTransport(Transport, LinkEvents):
                 if not self._lanes.of(link).send(name, bytes(header), memoryview(buffers[0])):
                     link.end("its queue is full")
             return
-        frame = frames.encode(Kind.MESSAGE, header, buffers)  # the one copy, which all recipients share
+        frame = frames.encode(Kind.MESSAGE, header, buffers)  # the one copy, shared by all receivers
         for link in links:
             link.send(frame)
 
@@ -398,7 +410,7 @@ class SocketTransport(Transport, LinkEvents):
             self._deliver(link.peer, header, buffers)
 
     def _on_chunk(self, link: Link, message: bytes, memory: memoryview) -> None:
-        """A message has come over the lane beside a link, which may have ended since."""
+        """A chunk has come over the lane beside a link. The link may have ended since."""
         assert link.peer is not None
         leaving = self._leaving.get(link.peer)
         if self._is_of(link, link.peer) or (leaving is not None and leaving[0] is link):
@@ -407,19 +419,19 @@ class SocketTransport(Transport, LinkEvents):
     def _deliver(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
         try:
             self._on_message(peer, header, buffers)
-        except Exception:  # a defect of ours, told with its traceback; the loop that serves all other links goes on
+        except Exception:  # a bug: log the traceback; the loop, which serves all other links, goes on
             log.exception("handling what a connection brought failed")
 
     def cancel(self, prefix: bytes) -> None:
         self._lanes.cancel(prefix)
 
     def lane_came(self, link: Link, token: bytes) -> None:
-        """What was accepted is no link, but a lane's connection, if its first bytes are a good token."""
+        """The accepted connection is no link, but belongs to a lane if it begins with a valid token."""
         self._lanes.admit(link.socket, token)
         link.end("it is no link")
 
     def circuit_came(self, link: Link, token: bytes) -> None:
-        """What was accepted is one end of a circuit."""
+        """The accepted connection is one end of a circuit."""
         if self.on_circuit is not None:
             self.on_circuit(link.socket.dup(), token)
         link.end("it is no link")
@@ -427,22 +439,22 @@ class SocketTransport(Transport, LinkEvents):
     # -- greetings
 
     def secured(self, link: Link) -> None:
-        """TLS is there: who listens begins."""
+        """The TLS handshake is complete: the listener begins the greeting."""
         if not link.dialled:
             link.nonce = os.urandom(greeting.NONCE_BYTES)
-            link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce))
+            link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce, RELEASE))
         elif tls.peer_of(link.certificate) != link.peer:
             link.end("somebody answers there who cannot prove to be that peer", HandshakeFailed)
 
     def heard(self, link: Link, payload: memoryview) -> None:
-        """The other transport says something. Raises ValueError if that is nothing that it may say."""
+        """Handle a control message of the other transport. Raises ValueError if the message may not come now."""
         said = greeting.decode(payload)
         peer = link.peer
         connected = peer is not None and self._is_of(link, peer)
         undecided = link.dialled and not link.outcome.done()
         match said:
             case Challenge() if undecided and not link.nonce:
-                # A link that asks is none of those to a start of that peer, of which one stays.
+                # A link that only asks has no instance: it does not count among the links of which only one stays.
                 link.instance, link.nonce = b"" if link.asks else said.instance, said.nonce
                 link.challenged.set_result(None)
             case Observe() if not link.dialled and peer is None:
@@ -476,7 +488,7 @@ class SocketTransport(Transport, LinkEvents):
                 link.emptied = True
                 self._on_moved(self._moves[peer])
             case Moved() if connected and peer not in self._moves and not link.emptied:
-                link.emptied = True  # the dialler of the new link has not heard yet that it was kept
+                link.emptied = True  # the dialler of the new link does not know yet that it was kept
             case _:
                 self.broke(link, f"{type(said).__name__} is not expected now")
 
@@ -487,7 +499,7 @@ class SocketTransport(Transport, LinkEvents):
         link.said_hello = True
         signature = self.identity.sign(signed)
         me = self.peer_id.key
-        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds))
+        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds, RELEASE))
 
     def _on_hello(self, link: Link, hello: Hello) -> None:
         peer = PeerID(hello.peer)
@@ -521,7 +533,7 @@ class SocketTransport(Transport, LinkEvents):
             self._welcome(link, peer)
 
     def _on_kept(self, link: Link, peer: PeerID) -> None:
-        """The other side keeps a link that was dialled, or uses one that was kept."""
+        """The other side has kept a link that this side dialled, or uses one that this side has kept."""
         self._left(peer)
         if link.succeeds:
             if not self._may_succeed(link, peer):
@@ -535,7 +547,7 @@ class SocketTransport(Transport, LinkEvents):
             self._open(link, peer)
 
     def _welcome(self, link: Link, peer: PeerID) -> None:
-        """The other end is `peer`, and no other link of it is open."""
+        """The other end is `peer`, and no other link to it is open."""
         if not link.dialled:
             link.say(Kept())
             if self.peer_id > peer and any(other.said_hello and other.peer == peer for other in self._links):
@@ -558,15 +570,15 @@ class SocketTransport(Transport, LinkEvents):
     # -- two links of one peer, or two processes with one identity
 
     def _hold(self, link: Link, peer: PeerID) -> None:
-        """There is another link of that peer: ask over that one whether it lives."""
+        """There is another link of that peer: ask over it whether it is alive."""
         if peer in self._rivals:
-            return self._reject(link, "another process says to be that peer, too: try again")
+            return self._reject(link, "another process claims to be that peer, too: try again")
         timer = asyncio.get_running_loop().call_later(ALIVE_TIMEOUT, self._lose, peer, "it was started anew")
         self._rivals[peer] = _Rival(link, timer)
         self._peers[peer].say(Taken(link.instance))
 
     def _lives(self, peer: PeerID) -> None:
-        """The open link of `peer` has shown that it lives: what waits for its end has no place."""
+        """The open link of `peer` has proven that it is alive: the rival that waits for its end is rejected."""
         rival = self._rivals.pop(peer, None)
         if rival is not None:
             rival.timer.cancel()
@@ -577,13 +589,13 @@ class SocketTransport(Transport, LinkEvents):
             self._reject(rival.link, _TAKEN, Taken(instance))
 
     def _admit(self, peer: PeerID) -> None:
-        """The link of `peer` that was open is lost: the other one takes its place, unless a third has."""
+        """The open link of `peer` is lost: the rival takes its place, unless a third link has."""
         rival = self._rivals.pop(peer, None)
         if rival is None:
             return
         rival.timer.cancel()
         if peer in self._peers:
-            self._reject(rival.link, "another process says to be that peer, too: try again")
+            self._reject(rival.link, "another process claims to be that peer, too: try again")
         else:
             self._welcome(rival.link, peer)
 
@@ -607,16 +619,17 @@ class SocketTransport(Transport, LinkEvents):
     def _may_succeed(self, link: Link, peer: PeerID) -> bool:
         old = self._peers.get(peer)
         busy = peer in self._moves or peer in self._rivals
-        if not link.dialled and self.peer_id < peer:  # if each side dials one, the smaller id's takes the place
+        # if each side dials a link, that of the smaller id replaces the old one
+        if not link.dialled and self.peer_id < peer:
             busy |= any(other.said_hello for other in self._successors(peer))
         return old is not None and old.stage is Stage.OPEN and old.instance == link.instance and not busy
 
     def _successors(self, peer: PeerID) -> list[Link]:
-        """Links that this side dials, and that are to take the place of the one to that peer."""
+        """The links that this side dials to replace the one to that peer."""
         return [link for link in self._links if link.peer == peer and link.succeeds and not link.outcome.done()]
 
     def _succeed(self, link: Link, peer: PeerID) -> None:
-        """Send over that link from now on. Who has accepted it does so first."""
+        """Send over that link from now on. The accepting side does so first."""
         old = self._peers[peer]
         old.succeeded, link.held = True, not old.emptied
         move = self._moves[peer] = _Move(old, link)
@@ -640,13 +653,13 @@ class SocketTransport(Transport, LinkEvents):
         self._finish_move(move)
 
     def _finish_move(self, move: _Move) -> None:
-        """End the old link if all has come that was sent over it."""
+        """End the old link, if all that was sent over it has come."""
         if not move.new.held and move.old.lane is None and move.old.peer is not None:
             self._moves.pop(move.old.peer, None)
             move.old.finish(MOVE_LINGER, "another link has taken its place")
 
     def _end_move(self, peer: PeerID, reason: str) -> None:
-        """That peer is connected no more."""
+        """That peer is no longer connected."""
         for link in self._successors(peer):
             link.end(_NONE_TO_SUCCEED)
         move = self._moves.pop(peer, None)
@@ -658,7 +671,7 @@ class SocketTransport(Transport, LinkEvents):
     # -- ends
 
     def broke(self, link: Link, reason: str) -> None:
-        """The other side did what it may not do."""
+        """The other side has broken the protocol."""
         if link.dialled and not link.outcome.done():
             link.end(reason, HandshakeFailed)
         elif link.stage is Stage.OPEN:
@@ -667,13 +680,13 @@ class SocketTransport(Transport, LinkEvents):
             self._refuse(link, reason)
 
     def ended(self, link: Link, reason: str) -> None:
-        """A link is no more."""
+        """A link has ended."""
         self._links.discard(link)
         self._admission.leave(link)
         self.budget.give(link)
         if link.dialled and not link.outcome.done():
             link.outcome.set_exception(link.error(reason))
-            link.outcome.exception()  # asyncio would log it if nobody waits any more
+            link.outcome.exception()  # otherwise asyncio would log it if nobody waits
         if link.peer is not None:
             rival = self._rivals.get(link.peer)
             if rival is not None and rival.link is link:
@@ -699,7 +712,7 @@ class SocketTransport(Transport, LinkEvents):
                 self._left(peer)
 
     def _left(self, peer: PeerID) -> None:
-        """If that peer was lost: what had come from it was read, or need not be waited for."""
+        """If that peer was lost: its last chunks were read, or need not be awaited. Report the loss."""
         if peer in self._leaving:
             link, reason, timer = self._leaving.pop(peer)
             timer.cancel()
@@ -716,7 +729,7 @@ class SocketTransport(Transport, LinkEvents):
         move = self._moves.get(link.peer)
         if move is None or move.old is not link:
             link.end(f"its lane was lost: {reason}")
-        elif reason:  # the old link may have ended in order, and nobody would hear that something is missing
+        elif reason:  # the old link may have ended normally, and nobody would notice the missing chunks
             self._lose(link.peer, f"its lane was lost: {reason}")
         else:
             self._finish_move(move)
@@ -734,7 +747,7 @@ class SocketTransport(Transport, LinkEvents):
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
     async def resolve(self, address: Multiaddr) -> list[IPAddress]:
-        """The numeric addresses of a host; OSError if it has none."""
+        """The numeric addresses of a host. Raises OSError if it has none."""
         if address.protocol in ("ip4", "ip6"):
             return [ipaddress.ip_address(address.host)]
         found = await asyncio.get_running_loop().getaddrinfo(
@@ -744,6 +757,6 @@ class SocketTransport(Transport, LinkEvents):
 
 
 def _plain(host: str) -> str:
-    """A numeric address as people write it: an IPv4 one without the IPv6 around it, and without a zone."""
+    """A numeric address as people write it: IPv4 without the IPv6 around it, and no zone."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,4 +1,4 @@
-"""TLS 1.3 between peers: who listens shows a certificate of its identity, who dials compares the key in it."""
+"""TLS 1.3 between peers: the listener shows a certificate of its identity, and the dialler compares the key in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cryptography.x509.oid import NameOID
 
 from shoal.p2p.identity import Identity, PeerID
 
-# The dates of a certificate mean nothing here; it is made anew at every start.
+# The dates of the certificate have no meaning here: a new one is made at every start.
 _BEGINNING, _END = datetime(2020, 1, 1), datetime(2120, 1, 1)
 
 
 def listening(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
-    """The context of who listens as `identity`, and the certificate that it shows (DER)."""
+    """The TLS context of a listener with this identity, and the certificate that it shows (DER)."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "shoal")])
     certificate = (
         x509.CertificateBuilder(name, name, identity.peer_id.public_key(), x509.random_serial_number())
@@ -30,7 +30,7 @@ def listening(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
     context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
     key = identity.secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    # `ssl` reads keys from files only. This one is never on a disk.
+    # `ssl` reads keys from files only. This file is in memory, and never on a disk.
     with open(os.memfd_create("shoal"), "wb", buffering=0) as file:
         file.write(key + certificate.public_bytes(Encoding.PEM))
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
@@ -38,7 +38,7 @@ def listening(identity: Identity) -> tuple[ssl.SSLContext, bytes]:
 
 
 def dialling() -> ssl.SSLContext:
-    """The context of who dials. It trusts anybody: the caller compares `peer_of` the certificate."""
+    """The TLS context of a dialler. It trusts any certificate: the caller must check `peer_of` the certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -46,8 +46,9 @@ def dialling() -> ssl.SSLContext:
 
 
 def peer_of(certificate: bytes) -> PeerID | None:
-    """Whose certificate (DER) that is; TLS has proven that they have its secret key. None if it has a key of another
-    kind, or is none."""
+    """The peer whose certificate (DER) this is. TLS has proven that the peer has the secret key. None if it is no
+    certificate with an ed25519 key.
+    """
     try:
         key = x509.load_der_x509_certificate(certificate).public_key()
     except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm):

@@ -1,4 +1,4 @@
-"""The interface of everything that carries messages between peers."""
+"""The interface of transports, which carry messages between peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_BUFFER_BYTES = 4 << 20
 MAX_BUFFERS = 4
 LARGE_BYTES = 16 << 10
-"""Messages of so many bytes are large: on a slow line others wait behind them."""
+"""Messages of at least this many bytes are large: on a slow line others wait behind them."""
 
 MessageHandler = Callable[[PeerID, memoryview, Sequence[memoryview]], None]
 LostHandler = Callable[[PeerID, str], None]
@@ -27,12 +27,12 @@ LostHandler = Callable[[PeerID, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """From where a connection was seen to come.
+    """The address from which a connection was seen to come.
 
     Attributes:
-        host: the address of this machine, or of a router before it, as the other side sees it.
-        port: of TCP, as the other side sees it.
-        source_port: as this side has it; another one than `port` where a router has changed it.
+        host: the address of this machine, or of a router in front of it, as the other side sees it.
+        port: the TCP port, as the other side sees it.
+        source_port: the TCP port on this side. It differs from `port` if a router has changed it.
     """
 
     host: str
@@ -41,23 +41,23 @@ class Observation:
 
 
 class Transport(ABC):
-    """Carries messages between this peer and others. One message is a header and up to MAX_BUFFERS buffers.
+    """Carries messages between this peer and others. A message is a header and up to MAX_BUFFERS buffers.
 
-    All methods are called on the loop's thread, and both handlers are called there. What a caller may rely on:
+    Call all methods on the loop's thread; both handlers are called there. A caller may rely on this:
 
-    - messages of one peer arrive whole, in the order sent, or not at all and then the peer is reported lost; one with a
-      `name` may be overtaken by others, or overtake them;
-    - `on_message` names the authenticated sender; the views that it is given stay valid as long as they are referenced;
-    - a connected peer is not replaced by another process with its identity, for as long as it lives: that other one is
-      refused, and all three are told (`twins`);
-    - `on_lost(peer, reason)` is called once when a peer is not connected any more, whoever dialled, after the last
-      message that had arrived from it; a peer to which this side disconnected is not reported.
+    - The messages of one peer arrive whole and in the order in which they were sent. If one does not arrive, none after
+      it does, and the peer is reported lost. A message with a `name` may overtake others, or be overtaken.
+    - `on_message` gets the authenticated sender. The views that it gets stay valid as long as they are referenced.
+    - As long as a connected peer is alive, no other process with its identity replaces it. Such a process is refused,
+      and all three sides log a warning (`twins`).
+    - `on_lost(peer, reason)` is called once when a peer is no longer connected, whichever side dialled, after the last
+      message that has arrived from it. A peer that this side has disconnected is not reported.
 
     Attributes:
-        peer_id: who this peer is.
-        leases: where the memory is registered that named buffers belong to. One that came into it is that memory in
-            `on_message`, and its target is `filled`.
-        limit: bytes per second that this peer may send and receive: the less of the two; infinity for no limit.
+        peer_id: this peer's id.
+        leases: the registry of memory for named buffers. A buffer that was received into registered memory is that
+            memory in `on_message`, and its target is `filled`.
+        limit: bytes per second that this peer may send and receive: the lesser of the two; infinity for no limit.
     """
 
     peer_id: PeerID
@@ -65,97 +65,117 @@ class Transport(ABC):
     limit: float = math.inf
 
     def start(self, on_message: MessageHandler, on_lost: LostHandler) -> None:
-        """Name the handlers; called once, before anything else."""
+        """Set the handlers. Called once, before all other methods."""
         self._on_message = on_message
         self._on_lost = on_lost
         self.twins = Twins(self.peer_id)
 
     @abstractmethod
     async def listen(self, address: Multiaddr) -> Multiaddr:
-        """Accept connections there; returns the address with the port in use and this peer's id. OSError if taken."""
+        """Accept connections at `address`. Returns it with the port in use and this peer's id. Raises OSError if it is
+        taken.
+        """
 
     @abstractmethod
     async def dial(self, address: Multiaddr) -> None:
-        """Connect to the peer that `address` names, or return at once if connected to it already.
+        """Connect to the peer that `address` names, or return at once if it is connected already. The caller sets the
+        deadline.
 
-        Raises PeerUnreachable if nobody answers, HandshakeFailed if somebody else does. The caller sets the deadline.
+        Raises:
+            PeerUnreachable: if nobody answers. HandshakeFailed if another peer answers.
+            ValueError: if `address` has no peer id.
         """
 
     @abstractmethod
     async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
-        """Make a connection of its own to the peer that `address` names, whether or not there is another; the peer
-        proves who it is, says from where the connection comes, and the connection ends.
+        """Make a separate connection to the peer that `address` names, and ask from which address the connection comes.
+
+        The peer proves its identity and answers; then the connection ends. Other connections to the peer don't matter.
+        The caller sets the deadline.
 
         Args:
-            address: who, and where.
-            source_port: of TCP, from which to connect; 0 for any free one.
+            address: the peer's address, with its id.
+            source_port: the TCP port from which to connect; 0 for any free one.
 
         Raises:
-            PeerUnreachable: as `dial` does. The caller sets the deadline.
+            PeerUnreachable: as `dial`.
         """
 
     @abstractmethod
     def source(self, peer: PeerID) -> str:
-        """The numeric address (IPv4 or IPv6) at the other end of the connection to `peer`; "" if there is none, or a
-        relay is at that end."""
+        """The numeric address (IPv4 or IPv6) at the other end of the connection to `peer`; "" if there is no
+        connection, or if a relay is at that end.
+        """
 
     @abstractmethod
     def is_connected(self, peer: PeerID) -> bool:
-        """Whether messages can be sent to that peer now."""
+        """Whether messages to that peer can be sent now."""
 
     @abstractmethod
     def moved(self, peer: PeerID) -> int:
-        """Bytes of large messages (`LARGE_BYTES`) that have passed between this peer and that one so far, both
-        ways, those that are under way included, about; 0 if it is not connected. While it grows, what has not come is
-        late and not lost."""
+        """The approximate number of bytes of large messages (`LARGE_BYTES`) that have passed between this peer and that
+        one so far, in both directions, including messages under way. 0 if it is not connected.
+
+        While the number grows, a message that has not come is late and not lost.
+        """
 
     @abstractmethod
     def delivered(self, peer: PeerID) -> tuple[int, float]:
-        """Bytes of chunks that have come to that peer so far, about, and for how many seconds some were under way while
-        it had room for more: their quotient is what the path carries. Zeros if it is not connected."""
+        """The approximate number of bytes of chunks that have reached that peer so far, and the seconds in which bytes
+        were under way while the peer had room for more. Their quotient is the rate of the path. Zeros if it is not
+        connected.
+        """
 
     def is_direct(self, peer: PeerID) -> bool:
-        """Whether the connection to that peer passes no relay."""
+        """Whether the connection to that peer does not lead through a relay."""
         return True
 
     @abstractmethod
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
-        """Queue one message to each of `peers`, copying it once; never waits.
+        """Queue one message to each of `peers`, copied once; never waits.
 
-        With a `name` (NAME_BYTES), one buffer comes along that the receiver may be waiting for under that name
-        (`leases`). It may be sent without a copy: it must not be written before it has arrived, or `cancel` was called.
+        With a `name` (NAME_BYTES), the message has one buffer, for which the receiver may have registered memory under
+        that name (`leases`). It may be sent without a copy, so the caller must not write to it until it has arrived or
+        `cancel` has returned.
 
-        A peer that is not connected, or whose queue is full (which ends its connection), gets nothing: `on_lost` tells.
-        Raises MessageTooLarge before anything is queued.
+        A peer that is not connected gets nothing. A peer whose queue is full is disconnected; `on_lost` reports it.
+
+        Raises:
+            MessageTooLarge: if the message exceeds a bound. Nothing has been queued then.
         """
 
     @abstractmethod
     def cancel(self, prefix: bytes) -> None:
-        """Nobody reads the buffers any more that were sent under names that begin so; those that have not left do not
-        arrive. May wait for milliseconds."""
+        """Stop reading the buffers that were sent under names with this prefix. Those that have not left do not arrive.
+        May wait for milliseconds.
+        """
 
     @abstractmethod
     def disconnect(self, peer: PeerID) -> None:
-        """End all connections to that peer; what is queued to it is dropped."""
+        """End all connections to that peer. Queued messages to it are dropped."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop listening and end all connections, after a short time for what is queued to leave."""
+        """Stop listening and end all connections. Queued messages have a short time to leave."""
 
 
 class Movement:
-    """Looks at how many bytes have passed between two peers, now and then.
+    """Watches how many bytes pass between two peers.
 
     Args:
-        moved: `Transport.moved` at the beginning.
+        moved: the value of `Transport.moved` at the beginning.
     """
 
     def __init__(self, moved: int) -> None:
         self._moved = moved
 
     def goes_on(self, moved: int) -> bool:
-        """Whether at least LARGE_BYTES of them have passed since the beginning, or since this last said so."""
-        if moved < self._moved:  # another connection, which counts from its own beginning
+        """Whether at least LARGE_BYTES have passed since the beginning, or since the last call that returned True.
+
+        Args:
+            moved: the present value of `Transport.moved`.
+        """
+        if moved < self._moved:  # another connection, which counts from zero
             self._moved = 0
         if moved - self._moved < LARGE_BYTES:
             return False
@@ -164,7 +184,9 @@ class Movement:
 
 
 def check_size(header: Buffer, buffers: Sequence[Buffer]) -> None:
-    """Raise MessageTooLarge if a message exceeds the bounds that every transport enforces on receipt as well."""
+    """Raises MessageTooLarge if a message exceeds the bounds. Every transport enforces them on received messages as
+    well.
+    """
     if memoryview(header).nbytes > MAX_HEADER_BYTES:
         raise MessageTooLarge(f"a header of {memoryview(header).nbytes} bytes exceeds {MAX_HEADER_BYTES}")
     if len(buffers) > MAX_BUFFERS:

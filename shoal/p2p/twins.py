@@ -1,4 +1,4 @@
-"""Two processes that use one identity."""
+"""Detects two processes that use one identity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OTHERS = (
 
 
 class Twins:
-    """The identities that are known to be used by two processes. Each is warned of once.
+    """The identities that two processes are known to use. A warning is logged once for each.
 
     Args:
         me: the identity of this process.
@@ -38,7 +38,7 @@ class Twins:
         return peer in self._found
 
     def found(self, peer: PeerID) -> None:
-        """Two living processes use the identity `peer`."""
+        """Two living processes use the identity `peer`: log a warning, once."""
         if peer in self._found or len(self._found) >= MAX_TWINS:
             return
         self._found.add(peer)

@@ -1,4 +1,4 @@
-"""Asks other hosts whether they reach this peer: at its start, and again."""
+"""Asks other hosts whether they reach this peer: at the start, and again later."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from shoal.reach.words import found
 
 log = logging.getLogger(__name__)
 
-HOSTS = 3  # that are asked at once: two that agree outvote one that lies
+HOSTS = 3  # hosts asked at once: two that agree outvote one that lies
 LOOK = 30.0  # seconds between two looks at the interfaces
 TIMEOUT = DIAL_BACK + 0.4  # seconds for an answer
-GRACE = 0.2  # seconds that the others have when it is decided: they may name more addresses
+GRACE = 0.2  # seconds that the other hosts have after the decision: they may name more addresses
 
 
 Reserve = Callable[[], Awaitable[Sequence[Multiaddr]]]
-"""Takes places at relays for a node that nobody reaches: asks its connected peers, and returns the addresses at which
-it is reached through those that relay; none if nobody takes it. It is asked again as long as nobody reaches the node,
-so it keeps what it has. It raises nothing of the network."""
+"""Reserves places at relays for a node that nobody reaches. It asks the node's connected peers, and returns the
+addresses at which relays make the node reachable; none if no relay takes it. It is called again as long as nobody
+reaches the node, so it keeps the places that it has. It raises no network errors.
+"""
 
 
 async def no_relays() -> list[Multiaddr]:
-    """Reserves nothing."""
+    """A `Reserve` that reserves nothing."""
     return []
 
 
 class Asker(ABC):
-    """The peer that wants to know how it is reached.
+    """The peer whose reachability is to be found.
 
     Attributes:
         node: its node.
@@ -48,58 +49,58 @@ class Asker(ABC):
 
     @abstractmethod
     def contacts(self) -> Sequence[PeerID]:
-        """The peers that can be asked; those that are not connected are left out."""
+        """The peers to ask. Those that are not connected are left out later."""
 
     @abstractmethod
     def own_addresses(self, latest: bool = False) -> Sequence[Multiaddr]:
-        """Where it listens, and what its user announces; `latest` looks at the interfaces again."""
+        """The addresses where it listens, and those that its user announces. `latest` looks at the interfaces again."""
 
     @abstractmethod
     def mapped_address(self) -> Multiaddr | None:
-        """The address that a router says to have mapped for it, if it has."""
+        """The address that a router says it has mapped for this peer; None if there is none."""
 
     @abstractmethod
     async def found_out(self, finding: Finding) -> None:
-        """Told of each finding that differs from the one before."""
+        """Called with each finding that differs from the one before."""
 
 
 class Asking:
-    """Finds out how others reach a peer, keeps that up to date, and says what was found.
+    """Finds out how others reach a peer, keeps that up to date, and reports the findings.
 
     Args:
         asker: the peer.
-        reserve: tried where nobody reaches it.
-        insists: whether it stays a node then.
+        reserve: called if nobody reaches the peer.
+        insists: whether the peer stays a node even if nobody reaches it.
         rng: draws whom to ask, and when.
 
     Attributes:
-        finding: the last one.
+        finding: the last finding.
         asked: the hosts that were asked last.
     """
 
     def __init__(self, asker: Asker, reserve: Reserve, *, insists: bool, rng: random.Random) -> None:
         self._asker, self._reserve, self._insists, self._rng = asker, reserve, insists, rng
-        self._asked_of: list[Multiaddr] = []  # what was asked about last
+        self._asked_of: list[Multiaddr] = []  # the addresses of the last question
         self._decided = False
         self.finding = Finding()
         self.asked: list[str] = []
 
     async def find_out(self) -> None:
-        """Ask, take it in, and say what is new. Takes TIMEOUT at most, and what `reserve` takes."""
+        """Ask, record the finding, and report it if it is new. Takes at most TIMEOUT, plus the time of `reserve`."""
         finding = await self.ask()
         self._decided = finding is not None
         if finding is not None:
             await self._take_in(finding)
 
     async def ask(self) -> Finding | None:
-        """What others say of this peer's reach; None if nobody can be asked, or that decides nothing."""
+        """The finding from the answers of others; None if nobody can be asked, or if the answers decide nothing."""
         hosts = self._hosts()
         self.asked = list(hosts)[-HOSTS:]
         if not hosts:
             return None
         own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
         self._asked_of = self._to_ask(own, mapped)
-        finding: Finding | None = Finding(Reached.NOBODY)  # if it listens on loopback only
+        finding: Finding | None = Finding(Reached.NOBODY)  # the finding if it listens on loopback only
         if self._asked_of:
             finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
         if finding is not None and finding.reached is Reached.NOBODY:
@@ -109,7 +110,9 @@ class Asking:
         return finding
 
     async def keep_up(self) -> None:
-        """Ask again: when the addresses of this machine change, soon where nothing is known, and else now and then."""
+        """Ask again: when this machine's addresses change, soon if nothing was decided, and otherwise from time to
+        time.
+        """
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         while True:
@@ -123,7 +126,9 @@ class Asking:
                 await self.find_out()
 
     async def led(self, circuits: Sequence[Multiaddr]) -> None:
-        """The addresses at which this peer is reached through relays are these now, if nobody reaches it directly."""
+        """The addresses through relays have changed. They become this peer's addresses, if nobody reaches it
+        directly.
+        """
         if self.finding.reached in (Reached.NOBODY, Reached.RELAYED):
             reached = Reached.RELAYED if circuits else Reached.NOBODY
             await self._take_in(replace(self.finding, reached=reached, addresses=tuple(circuits)))
@@ -157,7 +162,9 @@ class Asking:
         return found
 
     async def _ask(self, peers: list[PeerID], addresses: list[Multiaddr], mapped: Multiaddr | None) -> Finding | None:
-        """What HOSTS of them say together, a moment after that is decided; who can't answer is replaced."""
+        """The common finding of HOSTS hosts, a moment after it is decided. A host that can't answer is replaced by
+        another one.
+        """
         loop = asyncio.get_running_loop()
         finding: Finding | None = None
         answers: list[Answer] = []
@@ -177,7 +184,7 @@ class Asking:
                 for task in ended:
                     try:
                         answers.append(task.result())
-                    except Unavailable:  # an earlier version, or too much to do: it is none of those to ask
+                    except Unavailable:  # an earlier version of Shoal, or too busy: it does not count as a host to ask
                         num_hosts -= 1
                     except (P2PError, TimeoutError) as error:
                         log.debug("a probe failed: %s", error)

@@ -1,4 +1,4 @@
-"""A peer's use of relays: to be reached through some, and to reach others."""
+"""A peer's use of relays: being reached through some, and reaching others through them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from shoal.reach.messages import CIRCUIT, LEASE_SECONDS, RELAY, Circuit, Incomin
 log = logging.getLogger(__name__)
 
 MAX_RELAYS: Final = 3
-ADDRESSES_PER_RELAY: Final = 2  # that are announced
+ADDRESSES_PER_RELAY: Final = 2  # addresses announced per relay
 ASK_TIMEOUT: Final = 3.0
 SEARCH_INTERVAL: Final = 2.0  # seconds between two looks for a relay, if there is none
 LOOK_INTERVAL: Final = 15.0  # seconds, if there are some, and not enough
-NO_RELAY_SECONDS: Final = 600.0  # for which a node that does not relay is not asked again
-MAX_COMING: Final = 64  # circuits of others that this peer is about to take
-COMING: Final = Rate(8, 128)  # of one relay, which says itself where it listens
+NO_RELAY_SECONDS: Final = 600.0  # seconds for which a node that does not relay is not asked again
+MAX_COMING: Final = 64  # incoming circuits that this peer is about to accept
+COMING: Final = Rate(8, 128)  # of one relay: the relay chooses the address to which this peer connects
 
 
 class Circuits:
-    """Dials through relays, and keeps reservations at some if it is told to.
+    """Dials through relays, and keeps reservations at relays if told to.
 
     Args:
         node: this peer.
-        transport: that of `node`.
+        transport: the transport of `node`.
         candidates: the nodes that may be relays, best first. Those that are connected are asked.
 
     Attributes:
-        addresses: at which this peer is reached through relays.
-        on_change: called when these have changed.
-        on_dialled: called when a link through a relay is open that this side has dialled, with peer and address.
+        addresses: the addresses at which relays make this peer reachable.
+        on_change: called when `addresses` have changed.
+        on_dialled: called with peer and address when a link through a relay is open that this side has dialled.
     """
 
     def __init__(self, node: Node, transport: SocketTransport, candidates: Callable[[], Iterable[PeerID]]) -> None:
@@ -49,8 +49,8 @@ class Circuits:
         self.on_change: Callable[[], None] = lambda: None
         self.on_dialled: Callable[[PeerID, Multiaddr], None] = lambda peer, address: None
         self._node, self._transport, self._candidates = node, transport, candidates
-        self._reserved: dict[PeerID, float] = {}  # when each is to be renewed
-        self._no_relays: dict[PeerID, float] = {}  # until when each is not asked
+        self._reserved: dict[PeerID, float] = {}  # when to renew each
+        self._no_relays: dict[PeerID, float] = {}  # until when not to ask each
         self._coming, self._told = 0, Quota(COMING)
         self._news = asyncio.Event()  # a relay was lost
         self._keeping: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class Circuits:
         node.serve(CIRCUIT, self._handle)
 
     def close(self) -> None:
-        """Use no relay any more."""
+        """Stop using relays."""
         self.on_change = lambda: None
         self.stop_reserving()
         self._stop_listening()
@@ -72,14 +72,16 @@ class Circuits:
     # -- to be reached
 
     async def reserve(self) -> list[Multiaddr]:
-        """Reserve at up to MAX_RELAYS relays, and keep that up. Returns `addresses` when each candidate was asked."""
+        """Reserve at up to MAX_RELAYS relays, and keep the reservations. Returns `addresses` after every candidate was
+        asked.
+        """
         if self._keeping is None:
             await self._look()
             self._keeping = self._node.spawn(self._keep())
         return self.addresses
 
     def stop_reserving(self) -> None:
-        """Be reached through relays no more; what they were promised runs out."""
+        """Stop being reached through relays. The present reservations expire."""
         if self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
@@ -100,7 +102,7 @@ class Circuits:
             await self._look()
 
     async def _look(self) -> None:
-        """Renew what is due, and reserve at others if there are too few."""
+        """Renew the reservations that are due, and reserve at other relays if there are too few."""
         now = asyncio.get_running_loop().time()
         self._no_relays = {peer: until for peer, until in self._no_relays.items() if until > now}
         await asyncio.gather(*(self._ask(peer) for peer, renew_at in list(self._reserved.items()) if renew_at <= now))
@@ -122,13 +124,13 @@ class Circuits:
             if isinstance(error, Unavailable):
                 self._no_relays[relay] = loop.time() + NO_RELAY_SECONDS
         else:
-            if self._node.is_connected(relay):  # or it was lost in the moment in which it answered
+            if self._node.is_connected(relay):  # it may be lost at the moment in which it answers
                 self._reserved[relay] = loop.time() + max(reserved.seconds / 2, SEARCH_INTERVAL)
 
     def _lost(self, peer: PeerID) -> None:
-        self._no_relays.pop(peer, None)  # it may be another one when it comes back
+        self._no_relays.pop(peer, None)  # it may relay when it comes back
         if self._reserved.pop(peer, None) is not None:
-            self._news.set()  # what has changed is told when other relays were asked
+            self._news.set()  # the change is reported after other relays were asked
 
     def _changed(self) -> None:
         found = [address.by_relay(self._node.peer_id) for relay in self._reserved for address in self._listens(relay)]
@@ -137,7 +139,9 @@ class Circuits:
             self.on_change()
 
     def _listens(self, relay: PeerID) -> list[Multiaddr]:
-        """Where a relay listens: first where this peer has reached it; of loopback only if there is nothing else."""
+        """The addresses of a relay, the one at which this peer has reached it first. Loopback addresses only if there
+        are no others.
+        """
         known = [a for a in self._node.known_addresses(relay) if a.relay is None]
         known.sort(key=lambda address: (address.is_loopback, address.host != self._transport.source(relay)))
         return [a for a in known if a.is_loopback == known[0].is_loopback][:ADDRESSES_PER_RELAY]
@@ -150,7 +154,7 @@ class Circuits:
             self._node.spawn(self._come(relay, coming))
 
     async def _come(self, relay: PeerID, coming: Incoming) -> None:
-        """Be the end of a circuit that somebody else has asked for."""
+        """Be the other end of a circuit that somebody has asked for."""
         try:
             connection = await connect(self._transport, self._listens(relay), coming.token)
         except PeerUnreachable as error:
@@ -162,12 +166,12 @@ class Circuits:
 
 
 class Through(Route):
-    """The way to a peer through a relay; each connection is a circuit of its own.
+    """The route to a peer through a relay. Each connection is a circuit of its own.
 
     Args:
         node, transport: of this peer.
-        address: of the other one.
-        on_opened: called with peer and address when a link over this way is open.
+        address: the other peer's address, through the relay.
+        on_opened: called with peer and address when a link over this route is open.
     """
 
     relayed = True
@@ -206,7 +210,7 @@ class Through(Route):
 
 
 async def connect(transport: SocketTransport, relay: Iterable[Multiaddr], token: bytes) -> socket.socket:
-    """A new end of the circuit with that token. Raises PeerUnreachable."""
+    """Open one end of the circuit with that token. Raises PeerUnreachable."""
     loop = asyncio.get_running_loop()
     reason = "no address of the relay is known"
     for address in relay:
@@ -218,7 +222,7 @@ async def connect(transport: SocketTransport, relay: Iterable[Multiaddr], token:
         for ip in found:
             try:
                 connection = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET)
-            except OSError as error:  # no descriptors, or no IPv6
+            except OSError as error:  # no file descriptors left, or no IPv6
                 reason = str(error)
                 continue
             try:

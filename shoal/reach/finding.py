@@ -1,4 +1,4 @@
-"""What a peer concludes from what others say of its reach. No I/O; time is given."""
+"""The conclusion that a peer draws from the answers of others about its reachability. No I/O; callers give the time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.reach.probe import Answer
 
-ENOUGH = 2  # hosts that have to agree, where there are so many to ask
-SOON = 30.0  # seconds until others are asked again where nothing is known
-LATER = 300.0  # and where something is: a router may have got another address, or somebody has opened the port
+ENOUGH = 2  # hosts that must agree, if there are that many to ask
+SOON = 30.0  # seconds until others are asked again if nothing was decided
+# seconds if something was decided: a router may have got another address, or somebody has opened the port
+LATER = 300.0
 
 
 class Reached(enum.Enum):
-    """How others reach this peer. Each judgement goes to any of them, whatever was before."""
+    """How others reach this peer. A new judgement may be any of these, whatever the last one was."""
 
-    UNKNOWN = enum.auto()  # nobody could be asked, or they do not agree: the peer is what its arguments say
-    PUBLIC = enum.auto()  # at an address of its own, or of a router that sends the port on
-    MAPPED = enum.auto()  # at a port that its router has mapped when it was asked to
-    RELAYED = enum.auto()  # nobody reaches it, but relays take connections to it
-    NOBODY = enum.auto()  # nobody reaches it
+    UNKNOWN = enum.auto()  # nobody could be asked, or the hosts do not agree: the arguments decide what the peer is
+    PUBLIC = enum.auto()  # at an address of its own, or at that of a router that forwards the port
+    MAPPED = enum.auto()  # at a port that its router has mapped on request
+    RELAYED = enum.auto()  # only through relays
+    NOBODY = enum.auto()  # nobody reaches it, and no relay does
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class Finding:
 
     Attributes:
         reached: in which way.
-        addresses: at which addresses they do, the surest first; of a relayed peer those at its relays.
+        addresses: the addresses at which they reach it, the most certain first; for a relayed peer those at its relays.
         failed: addresses of this peer at which nobody reaches it.
-        seen: the address from which its connections come, as others see it; "" where that is not known.
+        seen: the address from which its connections come, as others see it; "" if that is not known.
     """
 
     reached: Reached = Reached.UNKNOWN
@@ -43,8 +44,9 @@ class Finding:
     seen: str = ""
 
     def announced(self, own: Sequence[Multiaddr]) -> list[Multiaddr]:
-        """Of its `own` addresses, and those that were found, the ones to tell others: those that work first, those of
-        loopback last, and none that fails."""
+        """The addresses to announce, out of the `own` addresses and the found ones: found ones first, loopback last,
+        and none that failed.
+        """
         if self.reached in (Reached.NOBODY, Reached.RELAYED):
             return list(self.addresses)
         rest = [address for address in own if address not in self.failed and address not in self.addresses]
@@ -52,7 +54,9 @@ class Finding:
 
 
 def host_of(source: str) -> str:
-    """Which host an address belongs to, as far as votes go: one machine may have many addresses of IPv6."""
+    """The host that an address counts as in votes: an IPv4 address, or an IPv6 /64, because a machine may have many
+    IPv6 addresses.
+    """
     address = ipaddress.ip_address(source)
     return source if address.version == 4 else str(ipaddress.ip_network((source, 64), strict=False))
 
@@ -60,20 +64,19 @@ def host_of(source: str) -> str:
 def judge(
     answers: Collection[Answer], num_hosts: int, own: Collection[Multiaddr], mapped: Multiaddr | None = None
 ) -> Finding | None:
-    """What the answers of different hosts say together.
+    """The common finding from the answers of different hosts.
 
-    ENOUGH hosts have to agree, and more than say the opposite. Where there is only one host to ask, its word holds,
-    since nobody else can know.
+    ENOUGH hosts must agree, and more hosts than say the opposite. If there is only one host to ask, its answer counts,
+    because nobody else can know.
 
     Args:
-        answers: one of each host.
-        num_hosts: how many hosts could be asked, those that have not answered included.
-        own: the addresses that were asked for. Any other is the word of those that name it, and counts only if ENOUGH
-            do.
-        mapped: the address that a router has mapped.
+        answers: one answer of each host.
+        num_hosts: the number of hosts that could be asked, including those that have not answered.
+        own: the addresses in the question. Any other address counts only if ENOUGH hosts name it.
+        mapped: the address that a router has mapped; None if there is none.
 
     Returns:
-        None if nothing is decided.
+        The finding; None if nothing is decided.
     """
     enough = min(ENOUGH, max(num_hosts, 1))
     yes = [answer for answer in answers if answer.reached]
@@ -84,7 +87,7 @@ def judge(
     origin = next((host for host, number in seen.most_common(1) if number >= enough), "")
     failed = frozenset(a for a, number in against.items() if number >= enough and number > votes[a])
     if len(yes) >= enough and len(yes) > num_no:
-        # (By text where votes are equal, so that the same answers give the same order.)
+        # (Sorted by text if votes are equal, so that the same answers give the same order.)
         sure = sorted(votes, key=lambda address: (-votes[address], str(address)))
         addresses = tuple(a for a in sure if a not in failed and (votes[a] >= enough or a in own))
         if not addresses:

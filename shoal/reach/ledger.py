@@ -1,5 +1,6 @@
-"""What a relay has promised, and to whom: reservations, circuits that wait for an end, and circuits. No I/O; time is
-given."""
+"""A relay's books: reservations, circuits that wait for their ends, and running circuits. No I/O; callers give the
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +14,16 @@ from shoal.p2p.identity import PeerID
 from shoal.reach.messages import LEASE_SECONDS
 
 RESERVATIONS: Final = 1024
-RESERVATIONS_PER_NETWORK: Final = 64  # an address of IPv4, a /64 of IPv6
-CIRCUITS: Final = 1024  # that wait for an end included, as in all that follow
+RESERVATIONS_PER_NETWORK: Final = 64  # a network is an IPv4 address or an IPv6 /64
+CIRCUITS: Final = 1024  # including waiting ones, as in the next two limits
 CIRCUITS_PER_PEER: Final = 64
-CIRCUITS_PER_PAIR: Final = 12  # a link and its lane take five
-WAITING: Final = 256  # for an end
-WAITING_PER_NETWORK: Final = 64  # of who has asked
+CIRCUITS_PER_PAIR: Final = 12  # a link and its lane take up to five
+WAITING: Final = 256  # circuits that wait for an end
+WAITING_PER_NETWORK: Final = 64  # network of the asking peer
 WAITING_PER_PEER: Final = 16
-TOKEN_SECONDS: Final = 10.0  # that a circuit waits for its ends
-IDLE_SECONDS: Final = (
-    60.0  # without a byte, after which a circuit makes room for another one, if there is no other room
-)
+TOKEN_SECONDS: Final = 10.0  # for which a circuit waits for its ends
+# a circuit that was idle for this long is ended to make room for a new one, if there is no other room
+IDLE_SECONDS: Final = 60.0
 
 Connection = TypeVar("Connection")
 Joined = TypeVar("Joined", bound=Hashable)
@@ -34,9 +34,9 @@ class Waiting(Generic[Connection]):
     """A circuit that waits for its ends.
 
     Attributes:
-        asker, to: whose ends these are.
-        network: of the asker.
-        first: the end that has come.
+        asker, to: the peers at its two ends.
+        network: the network of the asker.
+        first: the end that has come; None if none has.
     """
 
     asker: PeerID
@@ -46,15 +46,15 @@ class Waiting(Generic[Connection]):
 
 
 class Ledger(Generic[Connection, Joined]):
-    """Decides who may have what.
+    """Decides which reservations and circuits peers may have.
 
     Args:
-        idle_since: when the last byte passed over that circuit.
+        idle_since: returns when the last byte passed over a circuit.
     """
 
     def __init__(self, idle_since: Callable[[Joined], float]) -> None:
         self._idle_since = idle_since
-        self._reserved: dict[PeerID, tuple[float, str]] = {}  # until when, and from where
+        self._reserved: dict[PeerID, tuple[float, str]] = {}  # (until when, from which network)
         self._waiting: dict[bytes, Waiting[Connection]] = {}
         self._joined: dict[Joined, tuple[PeerID, PeerID]] = {}
         self._of_peer: Counter[PeerID] = Counter()  # circuits, waiting ones included
@@ -63,7 +63,7 @@ class Ledger(Generic[Connection, Joined]):
     # -- reservations
 
     def reserve(self, peer: PeerID, network: str, now: float) -> float:
-        """That peer is to be led to. Returns for how many seconds; raises Refused."""
+        """Reserve a place for a peer, so that others can reach it. Returns for how many seconds; raises Refused."""
         self._reserved = {who: kept for who, kept in self._reserved.items() if kept[0] > now}
         others = [where for who, (_, where) in self._reserved.items() if who != peer]
         if len(others) >= RESERVATIONS:
@@ -74,14 +74,16 @@ class Ledger(Generic[Connection, Joined]):
         return LEASE_SECONDS
 
     def lose(self, peer: PeerID) -> None:
-        """The link to that peer is no more: nobody can be led to it. Circuits that stand stay."""
+        """The link to that peer is lost, so nobody can be connected to it. Its running circuits stay."""
         self._reserved.pop(peer, None)
 
     # -- circuits
 
     def ask(self, token: bytes, asker: PeerID, network: str, to: PeerID, now: float) -> Joined | None:
-        """A peer asks to be led to another one, by a circuit with that fresh token. Raises Refused, or returns the
-        circuit that must end to make room for this, if one must."""
+        """A peer asks for a circuit to another peer; `token` is new. Raises Refused.
+
+        Returns the circuit that must be ended to make room for the new one, or None.
+        """
         if asker == to or self._reserved.get(to, (now, ""))[0] <= now:
             raise Refused("that peer has no reservation here")
         waiting = self._waiting.values()
@@ -98,15 +100,18 @@ class Ledger(Generic[Connection, Joined]):
         if full or len(waiting) + len(self._joined) >= CIRCUITS:
             idle = self._idle((j for j, ends in self._joined.items() if all(peer in ends for peer in full)), now)
             if idle is None:
-                whose = f"of one of the two, {CIRCUITS_PER_PEER}" if full else f"of all, {CIRCUITS}"
-                raise Refused(f"there are as many circuits {whose}, as there may be")
+                whose = f"{CIRCUITS_PER_PEER} circuits of one peer" if full else f"{CIRCUITS} circuits of all peers"
+                raise Refused(f"the limit of {whose} is reached")
         self._waiting[token] = Waiting(asker, to, network)
         self._count(asker, to, 1)
         return idle
 
     def arrive(self, token: bytes, connection: Connection) -> Waiting[Connection] | None:
-        """A connection has come with a token. Returns the circuit that has both its ends now, this one and `first`:
-        then call `joined`. Returns one without a first if the other end is waited for, None if the token is not good.
+        """A connection has come with a token.
+
+        Returns:
+            If both ends have come: the circuit, whose ends are this connection and `first`; then call `joined`. If the
+            other end has not come yet: a circuit without `first`. If the token is not valid: None.
         """
         waiting = self._waiting.get(token)
         if waiting is None:
@@ -117,11 +122,11 @@ class Ledger(Generic[Connection, Joined]):
         return self._waiting.pop(token)
 
     def joined(self, waiting: Waiting[Connection], circuit: Joined) -> None:
-        """The ends of that circuit were joined."""
+        """The ends of that circuit have been joined."""
         self._joined[circuit] = waiting.asker, waiting.to
 
     def late(self, token: bytes) -> Connection | None:
-        """The time of a token is over. Returns the end that has waited in vain, if one has."""
+        """The time of a token is over. Returns the end that has waited in vain, or None."""
         waiting = self._waiting.pop(token, None)
         if waiting is None:
             return None
@@ -149,5 +154,5 @@ class Ledger(Generic[Connection, Joined]):
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """How many reservations, circuits that wait, and circuits there are."""
+        """The numbers of reservations, of waiting circuits and of running circuits."""
         return len(self._reserved), len(self._waiting), len(self._joined)

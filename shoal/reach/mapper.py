@@ -1,4 +1,4 @@
-"""The interface of what asks a router to send a port to this machine."""
+"""The interface for protocols that ask a router to forward a port to this machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 
 class MappingFailed(Exception):
-    """The router maps no port; the text says why."""
+    """The router maps no port. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """What the router says.
+    """A mapping, as the router describes it.
 
     Attributes:
-        host: its external address.
-        port: of TCP, at that address.
-        lifetime: seconds for which it holds.
+        host: the router's external address.
+        port: the TCP port at that address.
+        lifetime: seconds for which the mapping is valid.
     """
 
     host: str
@@ -26,23 +26,24 @@ class Mapped:
 
 
 class Mapper(ABC):
-    """One protocol by which routers are asked. The methods don't block the loop; the caller sets the deadline.
+    """One protocol for asking routers. The methods don't block the loop; the caller sets the deadline.
 
     Attributes:
-        name: of the protocol.
+        name: the protocol's name.
     """
 
     name: str
 
     @abstractmethod
     async def external_address(self) -> str:
-        """The router's own address, as it says itself; changes nothing there. Raises MappingFailed."""
+        """The router's external address, as the router gives it. Changes nothing there. Raises MappingFailed."""
 
     @abstractmethod
     async def map(self, port: int, external: int, lifetime: int) -> Mapped:
-        """Have the router's port `external`, or another one, sent to `port` of this machine for `lifetime` seconds; or
-        go on with that. Raises MappingFailed."""
+        """Ask the router to forward its port `external`, or another port, to `port` of this machine for `lifetime`
+        seconds, or to renew that. Raises MappingFailed.
+        """
 
     @abstractmethod
     async def unmap(self, port: int, external: int) -> None:
-        """End that. Raises MappingFailed."""
+        """End the mapping. Raises MappingFailed."""

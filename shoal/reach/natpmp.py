@@ -1,4 +1,4 @@
-"""NAT-PMP (RFC 6886): asks the router, by one datagram, to send a TCP port of its public address to this machine."""
+"""NAT-PMP (RFC 6886): asks the router, by a datagram, to forward a TCP port of its public address to this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import TypeVar
 from shoal.reach.mapper import Mapped, Mapper, MappingFailed
 
 PORT = 5351
-TRIES = (0.25, 0.5, 0.5)  # seconds that each of the datagrams has to be answered
-MAX_DATAGRAMS = 16  # that are looked at for each: a router that floods must not keep the loop
+TRIES = (0.25, 0.5, 0.5)  # seconds to wait for an answer to each datagram
+MAX_DATAGRAMS = 16  # datagrams read after each request: a router that floods must not block the loop
 _VERSION, _ADDRESS, _MAP_TCP, _ANSWER = 0, 0, 2, 128
 _REQUEST = struct.Struct("!BBHHHI")  # version, opcode, reserved, internal port, external port, lifetime
-_HEAD = struct.Struct("!BBH")  # of each answer: version, opcode, result
-_ADDRESS_ANSWER = struct.Struct("!BBHI4s")  # and the router's epoch, its external address
-_MAP_ANSWER = struct.Struct("!BBHIHHI")  # and the epoch, internal port, external port, lifetime
+_HEAD = struct.Struct("!BBH")  # the head of each answer: version, opcode, result
+_ADDRESS_ANSWER = struct.Struct("!BBHI4s")  # the head, the router's epoch, its external address
+_MAP_ANSWER = struct.Struct("!BBHIHHI")  # the head, the epoch, internal port, external port, lifetime
 _RESULTS = {
     1: "it speaks another version",
     2: "it is not allowed to: switch on NAT-PMP or UPnP at the router",
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def default_gateway(routes: str) -> str:
-    """The router of this machine, by the text of /proc/net/route. Raises MappingFailed if there is none."""
+    """The router of this machine, from the text of /proc/net/route. Raises MappingFailed if there is none."""
     found: list[tuple[int, str]] = []
     for line in routes.splitlines()[1:]:
         fields = line.split()
@@ -44,25 +44,28 @@ def default_gateway(routes: str) -> str:
 
 
 def address_request() -> bytes:
-    """Asks for the router's external address."""
+    """A request for the router's external address."""
     return bytes([_VERSION, _ADDRESS])
 
 
 def map_request(port: int, external: int, lifetime: int) -> bytes:
-    """Asks to map `external`, if it is free, to this machine's `port`, for so many seconds; 0 ends that."""
+    """A request to map `external`, if it is free, to this machine's `port`, for `lifetime` seconds; 0 ends the
+    mapping.
+    """
     return _REQUEST.pack(_VERSION, _MAP_TCP, 0, port, external, lifetime)
 
 
 def address_of(answer: bytes) -> str | None:
-    """The external address; None if that is no answer to `address_request`. Raises MappingFailed."""
+    """The external address in an answer; None if it is no answer to `address_request`. Raises MappingFailed."""
     if not _is_answer(answer, _ADDRESS, _ADDRESS_ANSWER.size):
         return None
     return str(ipaddress.IPv4Address(_ADDRESS_ANSWER.unpack(answer)[-1]))
 
 
 def mapping_of(answer: bytes, port: int) -> tuple[int, int] | None:
-    """The external port and the lifetime in seconds; None if that is no answer to a `map_request` of `port`. Raises
-    MappingFailed."""
+    """The external port and the lifetime in seconds; None if it is no answer to a `map_request` of `port`. Raises
+    MappingFailed.
+    """
     if not _is_answer(answer, _MAP_TCP, _MAP_ANSWER.size):
         return None
     *_, internal, external, lifetime = _MAP_ANSWER.unpack(answer)
@@ -88,7 +91,7 @@ def _routes() -> str:
 
 
 class NatPmp(Mapper):
-    """Maps by NAT-PMP."""
+    """Maps ports by NAT-PMP."""
 
     name = "NAT-PMP"
 
@@ -113,7 +116,7 @@ async def _ask(gateway: str, request: bytes, parse: Callable[[bytes], T | None])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.setblocking(False)
         try:
-            asking.connect((gateway, PORT))  # the kernel drops what comes from anybody else
+            asking.connect((gateway, PORT))  # the kernel drops datagrams from all others
             for wait in TRIES:
                 asking.send(request)
                 try:

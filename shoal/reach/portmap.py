@@ -1,4 +1,4 @@
-"""Keeps a port of this peer mapped at the router of its home, as long as the peer lives."""
+"""Keeps a port of this peer mapped at its home router, as long as the peer lives."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shoal.reach.mapper import Mapped, Mapper, MappingFailed
 
 log = logging.getLogger(__name__)
 
-LEASE = 3600  # seconds; a peer that is killed leaves its mapping for so long
+LEASE = 3600  # seconds; the mapping of a killed peer lasts up to this long
 SHORTEST = 60.0  # seconds between two renewals, whatever the router grants
-TIMEOUT = 2.5  # seconds for each of the mappers
+TIMEOUT = 2.5  # seconds for each mapper
 REMOVAL = 1.0  # seconds
 
 
@@ -22,11 +22,11 @@ class PortMapping:
 
     Args:
         mappers: the protocols, the preferred one first.
-        port: of TCP, at which this peer listens.
+        port: the TCP port at which this peer listens.
 
     Attributes:
-        address: where the router says that this peer can be reached; None without a mapping. Whether that is so, others
-            have to say.
+        address: the address at which, by the router's word, this peer can be reached; None without a mapping. Only
+            other peers can tell whether that is true.
     """
 
     def __init__(self, mappers: Sequence[Mapper], port: int) -> None:
@@ -37,7 +37,9 @@ class PortMapping:
         self.address: Multiaddr | None = None
 
     async def begin(self) -> None:
-        """Ask for the mapping. A warning says why if there is none, once until there is one."""
+        """Ask for the mapping. If there is none, a warning gives the reason; it is logged once until a mapping
+        works.
+        """
         reasons = []
         for mapper in self._mappers:
             try:
@@ -60,7 +62,7 @@ class PortMapping:
         log.info("the router maps %s to TCP port %d, by %s", self.address, self._port, mapper.name)
 
     async def keep_up(self) -> None:
-        """Renew it when half its time is over, and look for one again where there is none."""
+        """Renew the mapping when half its time is over, and try again if there is none."""
         while True:
             await asyncio.sleep(max((self._mapped.lifetime if self._mapped else LEASE) / 2, SHORTEST))
             if self._used is not None and self._mapped is not None:
@@ -73,7 +75,7 @@ class PortMapping:
             await self.begin()
 
     async def end(self) -> None:
-        """Remove it. (What fails is over when the lease is.)"""
+        """Remove the mapping. (If that fails, the mapping ends with its lease.)"""
         if self._used is not None and self._mapped is not None:
             try:
                 async with asyncio.timeout(REMOVAL):

@@ -1,4 +1,4 @@
-"""The service by which a peer learns whether others reach it: the peer that is asked dials back."""
+"""The service by which a peer learns whether others reach it: the asked peer dials back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shoal.p2p.node import Node, Service
 from shoal.p2p.quota import Quota, Rate
 
 MAX_ADDRESSES = 4
-DIAL_BACK = 1.5  # seconds that an address has to answer
-PROBES = Rate(1, 128)  # of one peer
-AT_ONCE = 32  # probes, of all peers
+DIAL_BACK = 1.5  # seconds to wait for an answer at each address
+PROBES = Rate(1, 128)  # probes per second and at once, of one peer
+AT_ONCE = 32  # probes at once, of all peers
 
 Addresses = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)
@@ -33,8 +33,8 @@ class Probe(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """Do you reach me at these addresses?
 
     Attributes:
-        addresses: where the sender listens. One that is not at the host from which the receiver sees the sender come
-            stands for its port there: behind a router, the sender does not know that host.
+        addresses: where the sender listens. Behind a router, the sender does not know the host from which the receiver
+            sees it come. So an address with any other host stands for its port at that host.
     """
 
     addresses: Addresses
@@ -45,8 +45,8 @@ class Probed(msgspec.Struct, array_like=True, frozen=True, tag=1):
 
     Attributes:
         host: the address from which the asker's connection comes.
-        reached: addresses of the asker at which it has answered, and proven that it is the asker.
-        failed: those at which it has not.
+        reached: addresses of the asker at which it has answered and proven its identity.
+        failed: addresses at which it has not.
     """
 
     host: Annotated[str, msgspec.Meta(max_length=64)]
@@ -61,14 +61,14 @@ class DialBack:
     """Answers the probes of others, as long as its node lives.
 
     Args:
-        node: it serves there, and dials by its transport.
+        node: serves the probes, and dials by its transport.
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._asked = Quota(PROBES)
         self._gate = asyncio.Semaphore(AT_ONCE)
-        # A thread of its own: names that resolve slowly hold up other probes at most.
+        # A thread of its own: names that resolve slowly delay only other probes.
         self._resolver = ThreadPoolExecutor(1, "shoal-reach-names")
         node.serve(SERVICE, self._handle)
 
@@ -83,7 +83,7 @@ class DialBack:
         addresses = _parsed(message.addresses, peer)
         async with self._gate:
             there = [await self._is_at(address, source) for address in addresses]
-            # By where it is dialled, so that no place is dialled twice.
+            # Keyed by the dialled place, so that no place is dialled twice.
             asked: dict[Multiaddr, Multiaddr] = {}
             for address, is_there in zip(addresses, there, strict=True):
                 place = _at(source, address.port, peer)
@@ -95,7 +95,7 @@ class DialBack:
         return Probed(source, reached, failed)
 
     async def _is_at(self, address: Multiaddr, source: str) -> bool:
-        """Whether that host is the one at `source`."""
+        """Whether the host of that address is the one at `source`."""
         own = ipaddress.ip_address(source)
         if address.protocol not in FAMILIES:
             return ipaddress.ip_address(address.host) == own
@@ -117,7 +117,7 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a host has said of this peer.
+    """A host's answer about this peer.
 
     Attributes:
         seen: the address from which this peer's connection comes.
@@ -130,10 +130,10 @@ class Answer:
 
 
 async def probe(node: Node, peer: PeerID, addresses: Sequence[Multiaddr], timeout: float) -> Answer:
-    """Ask `peer` whether it reaches this one at `addresses`, of which there are MAX_ADDRESSES at most.
+    """Ask `peer` whether it reaches this peer at `addresses`, at most MAX_ADDRESSES.
 
-    Raises P2PError and TimeoutError as `Node.call` does; P2PError also for an answer that says of other addresses than
-    those, or their ports at the host from which this peer is said to come.
+    Raises P2PError and TimeoutError as `Node.call`. Raises P2PError also if the answer names other addresses than
+    those, or than their ports at the host from which this peer comes, by that answer.
     """
     asked = Probe(tuple(str(address.with_peer(None)) for address in addresses))
     said = await node.call(peer, SERVICE, asked, Probed, timeout=timeout)

@@ -1,7 +1,7 @@
-"""A direct connection in place of a circuit: by dialling back, or by a hole that both peers punch in their routers.
+"""Replaces a circuit by a direct connection: by dialling back, or by holes that both peers punch in their routers.
 
-A router that drops what comes lets in the answers to what went out. So both peers dial each other at the same moment,
-each from a port whose address outside it has asked others for: TCP calls that a simultaneous open.
+A router that drops incoming connections lets in the answers to outgoing ones. So both peers dial each other at the same
+moment, each from a port whose outside address it has learned from other hosts. TCP calls this a simultaneous open.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from shoal.reach.messages import MAX_BACK, PUNCH, Back, Came, Meet
 
 log = logging.getLogger(__name__)
 
-HOSTS: Final = 2  # that say from where a port is seen to come; with one only, it is tried as well, which does no harm
+HOSTS: Final = 2  # hosts that report this peer's outside port. One is enough to try, which does no harm
 MAX_ASKED: Final = 3
 TRIES: Final = 2
-AGAIN: Final = 0.5  # seconds until the next one
+AGAIN: Final = 0.5  # seconds until the next try
 OBSERVE_TIMEOUT: Final = 1.5  # seconds
 ASK_TIMEOUT: Final = 5.0
-DIAL_SECONDS: Final = 3.0  # for which both dial each other
-DIAL_INTERVAL: Final = 0.1  # seconds that a dial has at least; one that is repeated too soon answers no answer
-LEAST_PORT: Final = 1024  # that a router gives to what goes out; services are below
-RATE: Final = Rate(0.5, 32)  # how often one peer may have this one dial, and how often all together one host
+DIAL_SECONDS: Final = 3.0  # for which both sides dial each other
+# seconds between dials at least; a dial repeated too soon would not receive the answer to the last one
+DIAL_INTERVAL: Final = 0.1
+LEAST_PORT: Final = 1024  # routers give outgoing connections ports from here on; services are below
+# how often one peer may make this peer dial, and how often all peers together may make it dial one host
+RATE: Final = Rate(0.5, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """A local port, and where it is seen from outside.
+    """A local port, and its outside address.
 
     Attributes:
         holder: a socket that keeps the port.
-        port: the local one.
-        seen: by others.
-        seconds: to a host outside and back.
+        port: the local port.
+        seen: the address that others see.
+        seconds: the time to a host outside and back.
     """
 
     holder: socket.socket
@@ -62,12 +64,12 @@ class _Mapped:
 
 
 class Punch:
-    """Has direct connections take the place of circuits that this peer has dialled, and helps others to that.
+    """Replaces circuits that this peer has dialled by direct connections, and helps others to do so.
 
     Args:
         node: this peer.
-        transport: that of `node`.
-        observers: addresses of public nodes, which say from where a connection comes.
+        transport: the transport of `node`.
+        observers: addresses of public nodes, which report from where a connection comes.
         direct: the addresses at which others reach this peer without a relay.
     """
 
@@ -83,7 +85,7 @@ class Punch:
         node.serve(PUNCH, self._handle)
 
     def begin(self, peer: PeerID, circuit: Multiaddr) -> None:
-        """There is a link to that peer through a circuit, which this side has dialled."""
+        """To be called when a link to that peer is open through a circuit that this side has dialled."""
         self._node.spawn(self._replace(peer, circuit.of_relay()))
 
     async def _replace(self, peer: PeerID, relay: Multiaddr) -> None:
@@ -94,7 +96,7 @@ class Punch:
                 mapped, there = await self._agree(peer, relay)
                 with mapped.holder:
                     if there.host == mapped.seen.host and await self._is_dialled_back(peer, self._inside(there.host)):
-                        return  # one router for both, and few of those send back in what comes from inside
+                        return  # both are behind one router, and few routers send such connections back in
                     connection = await _open(mapped, there)
                 await self._transport.succeed(peer, connection, Hole(self, peer, relay))
             except (P2PError, OSError, TimeoutError) as error:
@@ -121,7 +123,7 @@ class Punch:
             return await _open(mapped, there)
 
     async def _agree(self, peer: PeerID, relay: Multiaddr) -> tuple[_Mapped, Meet]:
-        """From where this peer dials, and where it meets that one."""
+        """The port from which this peer dials, and the address where the two meet."""
         assert relay.peer_id is not None
         mapped = await self._map([relay])
         try:
@@ -134,7 +136,7 @@ class Punch:
         return mapped, there
 
     def _inside(self, seen: str) -> list[Multiaddr]:
-        """Where this peer listens, for those in its own network."""
+        """The addresses where this peer listens, for peers in its own network."""
         listening = [concrete for address in self._node.addresses for concrete in concrete_addresses(address)]
         is_loopback = ipaddress.ip_address(seen).is_loopback
         return [address for address in listening if address.is_loopback is is_loopback]
@@ -167,19 +169,21 @@ class Punch:
         return Meet(mapped.seen.host, mapped.seen.port, mapped.seconds, there.relay)
 
     async def _come(self, mapped: _Mapped, there: Meet) -> None:
-        with mapped.holder, contextlib.suppress(PeerUnreachable, OSError):  # the other side says so
+        with mapped.holder, contextlib.suppress(PeerUnreachable, OSError):  # the other side reports it
             self._transport.accept(await _open(mapped, there), there.host)
 
     # -- both
 
     async def _map(self, relay: Sequence[Multiaddr]) -> _Mapped:
-        """A fresh port, and where it is seen from outside: by the relay first. Raises Refused if two hosts see it at
-        different ports, PeerUnreachable if nobody says."""
+        """A new local port, and its outside address, which the relay is asked for first.
+
+        Raises Refused if two hosts see it at different ports, and PeerUnreachable if nobody reports it.
+        """
         loop = asyncio.get_running_loop()
         known = {address.peer_id: address for address in (*relay, *self._observers()) if address.relay is None}
         observers = list(known.values())[:MAX_ASKED]
         if not observers:
-            raise PeerUnreachable("nobody is there who could say from where this peer comes")
+            raise PeerUnreachable("no host is known that could report this peer's outside address")
         try:
             [ip, *_] = await self._transport.resolve(observers[0])
         except OSError as error:
@@ -194,11 +198,11 @@ class Punch:
                 started = loop.time()
                 with contextlib.suppress(PeerUnreachable):
                     seen = await self._observed(observers.pop(0), port)
-                    if ipaddress.ip_address(seen.host).version == ip.version:  # the other one has ports of its own
+                    if ipaddress.ip_address(seen.host).version == ip.version:  # IPv4 and IPv6 have ports of their own
                         found.append(seen)
                         seconds = loop.time() - started
             if not found:
-                raise PeerUnreachable("nobody says from where this peer comes")
+                raise PeerUnreachable("no host has reported this peer's outside address")
             if len({(seen.host, seen.port) for seen in found}) > 1:
                 raise Refused("the router gives each destination another port")
         except BaseException:  # cancelled, too: the port is free again
@@ -207,8 +211,9 @@ class Punch:
         return _Mapped(holder, port, found[0], seconds)
 
     def _check(self, there: Meet, mapped: _Mapped) -> None:
-        """Raises Refused for what is not to be dialled: this peer is no scanner of other networks' services, and no
-        part of a flood. (A relay and a peer that lie together name any host.)"""
+        """Raises Refused for an address that must not be dialled, so that this peer can't be used to scan other
+        networks or to flood them. (A relay and a peer that lie together can name any host.)
+        """
         try:
             ip, own = ipaddress.ip_address(there.host), ipaddress.ip_address(mapped.seen.host)
         except ValueError as error:
@@ -240,9 +245,9 @@ def _parsed(text: str, peer: PeerID) -> Multiaddr:
 
 
 async def _open(mapped: _Mapped, there: Meet) -> socket.socket:
-    """Dial, from that port, somebody who does the same. Raises PeerUnreachable."""
+    """Dial, from that port, a peer that does the same. Raises PeerUnreachable."""
     loop = asyncio.get_running_loop()
-    interval = max(DIAL_INTERVAL, mapped.seconds + there.seconds)  # about twice the time between the two, or more
+    interval = max(DIAL_INTERVAL, mapped.seconds + there.seconds)  # about the round-trip time between the two, or more
     until = loop.time() + DIAL_SECONDS
     while loop.time() < until:
         connection = socket.socket(mapped.holder.family)
@@ -251,7 +256,7 @@ async def _open(mapped: _Mapped, there: Meet) -> socket.socket:
             connection.bind(("", mapped.port))
             connection.setblocking(False)
             async with asyncio.timeout(interval):
-                with contextlib.suppress(OSError):  # a router refuses what came too early
+                with contextlib.suppress(OSError):  # a router refuses a connection that comes too early
                     await loop.sock_connect(connection, (there.host, there.port))
                     return connection
                 await asyncio.sleep(interval)
@@ -264,12 +269,12 @@ async def _open(mapped: _Mapped, there: Meet) -> socket.socket:
 
 
 class Hole(Route):
-    """The way through a hole in both routers; each connection needs one of its own.
+    """The route through holes in both routers. Each connection needs a hole of its own.
 
     Args:
-        punch: of this peer.
-        peer: the other one.
-        relay: says from where connections come.
+        punch: the `Punch` of this peer.
+        peer: the other peer.
+        relay: the relay, which reports from where connections come.
     """
 
     def __init__(self, punch: Punch, peer: PeerID, relay: Multiaddr) -> None:
@@ -285,11 +290,11 @@ class Hole(Route):
 
 
 class Direct(Route):
-    """The way to a peer that was found to be reached directly.
+    """The route to a peer that can be reached directly.
 
     Args:
-        transport: of this peer.
-        addresses: of the other one.
+        transport: the transport of this peer.
+        addresses: the other peer's addresses.
     """
 
     def __init__(self, transport: SocketTransport, addresses: Sequence[Multiaddr]) -> None:

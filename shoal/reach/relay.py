@@ -1,4 +1,4 @@
-"""A public node that leads others to peers that nobody can dial."""
+"""A public node that connects others to peers that nobody can dial."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 class Relay:
     """Serves as a relay: keeps reservations, tells peers who asks for them, and joins the two ends of circuits.
 
-    It knows who talks to whom, and how much; not what. Whoever has a link to it may use it: what that costs is bounded
-    (`ledger`), and by `bandwidth`.
+    It knows who communicates with whom, and how much, but not what. Every peer with a link to it may use it. The cost
+    is bounded by `ledger` and by `bandwidth`.
 
     Args:
         node: this peer.
-        transport: that of `node`.
+        transport: the transport of `node`.
         bandwidth: bytes per second that pass over all circuits at most; None for no limit.
     """
 
@@ -51,7 +51,7 @@ class Relay:
         node.serve(RELAY, self._handle)
 
     def close(self) -> None:
-        """Serve nobody from now on, and end all circuits."""
+        """Stop serving, and end all circuits."""
         if self._closed:
             return
         self._closed = True
@@ -64,7 +64,7 @@ class Relay:
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """How many reservations, circuits that wait for an end, and circuits there are."""
+        """The numbers of reservations, of circuits that wait for an end, and of running circuits."""
         return self._ledger.numbers
 
     def _handle(self, peer: PeerID, message: msgspec.Struct, _buffers: Sequence[memoryview]) -> msgspec.Struct:
@@ -92,7 +92,7 @@ class Relay:
     def _came(self, connection: socket.socket, token: bytes) -> None:
         circuit = self._ledger.arrive(token, connection)
         if circuit is None:
-            log.info("the end of a circuit came with a token that is not good (any more)")
+            log.info("a connection came with an unknown or expired token of a circuit")
             connection.close()
         elif circuit.first is not None:
             self._timers.pop(token).cancel()

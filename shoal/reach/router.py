@@ -1,4 +1,4 @@
-"""Which kind of router a machine is behind: what becomes of a port of it on the way to different hosts."""
+"""The kind of router in front of a machine: how it changes the source port of connections to different hosts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TIMEOUT = 3.0  # seconds that a host has to answer
 
 
 class Router(enum.Enum):
-    """What a router does with the source port of what goes out."""
+    """What a router does with the source port of outgoing connections."""
 
     NONE = "none"  # others see this machine's own address
     CONE = "cone"  # one port for all destinations ("endpoint-independent mapping"): holes can be punched
-    SYMMETRIC = "symmetric"  # another port for each destination: a hole that one host sees is of no use to another
-    UNKNOWN = "unknown"  # there is one, but fewer than two hosts have answered
+    SYMMETRIC = "symmetric"  # another port for each destination: a hole for one host is of no use to another
+    UNKNOWN = "unknown"  # there may be a router, but fewer than two hosts have answered
 
 
 def kind_of(observations: Sequence[Observation]) -> Router:
-    """The kind of router, by what different hosts saw of one port; UNKNOWN if nobody saw anything."""
+    """The kind of router, from the observations of one port by different hosts; UNKNOWN if there are none."""
     if observations and all(is_host_of_this_machine(seen.host) for seen in observations):
         return Router.NONE
     if len(observations) < 2:
@@ -33,8 +33,11 @@ def kind_of(observations: Sequence[Observation]) -> Router:
 
 
 async def observe_all(transport: Transport, addresses: Sequence[Multiaddr]) -> list[Observation]:
-    """What the peers at these addresses, each on another host, see of connections from one port of this machine; those
-    that do not answer are left out. (One family of addresses at a time: a router may treat them differently.)"""
+    """The observations of connections from one port of this machine, by peers at these addresses, each on another host.
+
+    Peers that do not answer are left out. (Use addresses of one family, because a router may treat IPv4 and IPv6
+    differently.)
+    """
     observations: list[Observation] = []
     for address in addresses:
         source_port = observations[0].source_port if observations else 0

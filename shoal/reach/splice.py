@@ -1,7 +1,8 @@
-"""A thread that passes bytes between pairs of TCP connections, without seeing them: the kernel moves them.
+"""A thread that passes bytes between pairs of TCP connections. The kernel moves the bytes, and this process never sees
+them.
 
-`os.splice` moves what has come to one socket into a pipe, and from there to the other socket. Nothing is copied to this
-process, and the GIL is not held meanwhile.
+`os.splice` moves the bytes from one socket into a pipe, and from the pipe into the other socket. Nothing is copied into
+this process, and the GIL is released meanwhile.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shoal.p2p.limit import Limit
 
 log = logging.getLogger(__name__)
 
-PIPE_BYTES: Final = 1 << 20  # as many as the kernel gives everybody
-TURN_BYTES: Final = 4 << 20  # that one direction passes until the others have their turn
-LOOK_INTERVAL: Final = 2.0  # seconds between two looks for machines that are gone
+PIPE_BYTES: Final = 1 << 20  # the largest size that the kernel allows every user
+TURN_BYTES: Final = 4 << 20  # that one direction passes in its turn
+LOOK_INTERVAL: Final = 2.0  # seconds between two checks for machines that are gone
 _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _FLAGS = os.SPLICE_F_NONBLOCK | os.SPLICE_F_MOVE
 
@@ -36,12 +37,12 @@ class _Direction:
     """The bytes that come from `source` and go to `sink`.
 
     Attributes:
-        readable, writable: whether the kernel may have something, or room, as far as is known.
-        pipe: what has left the source and not reached the sink is in there; None if that is nothing.
-        inside: how many bytes that are.
-        ended: whether the source brings no more. The sink is told when the pipe is empty.
-        over: whether nothing passes any more.
-        queued: whether it is about to have a turn, or waits for one.
+        readable, writable: whether the source may have bytes, and the sink may have room, as far as is known.
+        pipe: holds the bytes that have left the source and not reached the sink; None if there are none.
+        inside: the number of these bytes.
+        ended: whether the source sends no more. The sink is told when the pipe is empty.
+        over: whether this direction has ended.
+        queued: whether it is waiting for its turn.
     """
 
     __slots__ = ("circuit", "ended", "inside", "over", "pipe", "queued", "readable", "sink", "source", "writable")
@@ -55,12 +56,12 @@ class _Direction:
 
 
 class Circuit:
-    """Two connections that were joined.
+    """Two connections that are joined.
 
     Attributes:
         ends: the connections.
-        passed: bytes, both ways together.
-        passed_at: when the last of them did, on the clock of `time.monotonic`.
+        passed: the number of bytes passed, in both directions together.
+        passed_at: when the last byte passed, on the clock of `time.monotonic`.
     """
 
     def __init__(self, one: socket.socket, other: socket.socket) -> None:
@@ -71,17 +72,19 @@ class Circuit:
 
 
 class Splicer:
-    """Passes bytes between the ends of circuits. Methods may be called from any thread; none waits for bytes.
+    """Passes bytes between the ends of circuits. Methods may be called from any thread, and none waits for bytes.
 
-    An end that has no more to say is passed on as that, so each direction ends by itself. A circuit is over when both
-    have, when an end is lost, or when its machine gives no sign any more (`tcp.is_silent`).
+    If one end closes its sending side, the splicer closes that of the other connection, so each direction ends by
+    itself. A circuit is over when both directions have ended, when an end is lost, or when its machine gives no sign of
+    life (`tcp.is_silent`).
 
     Args:
-        rate: bytes per second of all circuits; None for no limit. They take turns, so each has an equal share.
-        on_over: called in the thread, with each circuit that is over: its connections are closed.
+        rate: bytes per second of all circuits together; None for no limit. Circuits take turns, so each gets an equal
+            share.
+        on_over: called on the thread with each circuit that is over and whose connections are closed.
 
     Attributes:
-        passed: bytes of all circuits.
+        passed: the number of bytes passed over all circuits.
     """
 
     def __init__(self, rate: float | None, on_over: Callable[[Circuit], None]) -> None:
@@ -94,13 +97,14 @@ class Splicer:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._epoll.register(self._wake_in.fileno(), select.EPOLLIN)
-        self._commands: deque[tuple[bool, Circuit]] = deque()  # to add, or to end
+        self._commands: deque[tuple[bool, Circuit]] = deque()  # (whether to add it or to end it, the circuit)
         self._circuits: set[Circuit] = set()
-        self._by_descriptor: dict[int, tuple[_Direction, _Direction]] = {}  # that it is the source and the sink of
-        self._pipes: list[tuple[int, int]] = []  # that are empty
-        self._full = False  # there were no descriptors for the last pipe that was needed
+        # the directions of which it is the source, and the sink
+        self._by_descriptor: dict[int, tuple[_Direction, _Direction]] = {}
+        self._pipes: list[tuple[int, int]] = []  # empty pipes, for later use
+        self._full = False  # there were no file descriptors left for the last pipe
         self._ready: deque[_Direction] = deque()
-        self._paused: list[tuple[float, int, _Direction]] = []  # until when
+        self._paused: list[tuple[float, int, _Direction]] = []  # (until when, tie-breaker, direction)
         self._closed = False
         for descriptor in (self._wake_in, self._wake_out):
             forks.close_in_children(descriptor)
@@ -108,16 +112,16 @@ class Splicer:
         self._thread.start()
 
     def join(self, one: socket.socket, other: socket.socket) -> Circuit:
-        """Pass bytes between these two, which do not block; they are the splicer's now."""
+        """Pass bytes between these two non-blocking connections. The splicer owns them from now on."""
         circuit = Circuit(one, other)
-        if not self._thread.is_alive():  # it has failed, and has said so
+        if not self._thread.is_alive():  # it has failed and logged the error
             for end in circuit.ends:
                 end.close()
             self._on_over(circuit)
             return circuit
         for end in circuit.ends:
             forks.close_in_children(end)
-            with contextlib.suppress(OSError):  # it has ended already, which is found when it is read
+            with contextlib.suppress(OSError):  # it has ended already; the next read finds that
                 tcp.prepare(end)
         self._tell((True, circuit))
         return circuit
@@ -127,7 +131,7 @@ class Splicer:
         self._tell((False, circuit))
 
     def close(self) -> None:
-        """End all circuits and the thread; once."""
+        """End all circuits and the thread. Call it once."""
         self._closed = True
         self._wake()
         self._thread.join()
@@ -139,7 +143,7 @@ class Splicer:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is being woken
+        with contextlib.suppress(BlockingIOError):  # a wake-up is pending
             self._wake_out.send(b"\0")
 
     # -- the thread
@@ -163,7 +167,7 @@ class Splicer:
                     look_at = now + LOOK_INTERVAL
                     for circuit in [c for c in self._circuits if any(map(tcp.is_silent, c.ends))]:
                         self._end(circuit)
-        except Exception:  # a defect of ours, told with its traceback; who relays goes on without circuits
+        except Exception:  # a bug: log the traceback; the relay's node goes on without circuits
             log.exception("the relay's thread failed")
         finally:
             self._obey()
@@ -183,7 +187,7 @@ class Splicer:
         if descriptor == self._wake_in.fileno():
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
-        elif descriptor in self._by_descriptor:  # else it has ended a moment ago
+        elif descriptor in self._by_descriptor:  # otherwise it has just ended
             outgoing, incoming = self._by_descriptor[descriptor]
             if events & ~select.EPOLLOUT:
                 outgoing.readable = True
@@ -212,7 +216,7 @@ class Splicer:
             self._ready.append(direction)
 
     def _pass(self, direction: _Direction) -> None:
-        """Pass what there is, and at most one turn's bytes."""
+        """Pass the bytes that are there, up to one turn's bytes."""
         left = self._turn
         while left > 0 and not direction.over:
             if direction.inside:
@@ -229,7 +233,7 @@ class Splicer:
         self._take_turn(direction)
 
     def _fill(self, direction: _Direction, most: int) -> bool:
-        """Take from the source. Returns whether that has changed anything."""
+        """Read from the source into the pipe. Returns whether anything has changed."""
         pipe = direction.pipe
         try:
             if pipe is None:
@@ -251,7 +255,7 @@ class Splicer:
         return bool(direction.inside) or direction.ended
 
     def _empty(self, direction: _Direction) -> int:
-        """Give to the sink what is in the pipe. Returns how many bytes have passed."""
+        """Write the contents of the pipe to the sink. Returns the number of bytes passed."""
         assert direction.pipe is not None
         moved = 0
         try:
@@ -259,7 +263,7 @@ class Splicer:
         except BlockingIOError:
             direction.writable = False
         except OSError:
-            # The sink is gone. What came from it before is still to be passed on, the other way, to its end.
+            # The sink is gone. Bytes that came from it earlier must still be passed on in the other direction.
             _close(direction.pipe)
             direction.pipe, direction.inside = None, 0
             self._over(direction)
@@ -299,7 +303,7 @@ class Splicer:
         self._circuits.discard(circuit)
         for end in circuit.ends:
             self._by_descriptor.pop(end.fileno(), None)
-            end.close()  # which takes it out of the epoll as well
+            end.close()  # which removes it from the epoll as well
         for direction in circuit.directions:
             direction.over = True
             if direction.inside:
@@ -312,7 +316,7 @@ class Splicer:
 
 def _pipe() -> tuple[int, int]:
     pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # a user may have so many large pipes and no more: a smaller one will do
+    with contextlib.suppress(OSError):  # a user may have only so many large pipes: a smaller one will do
         fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return pipe
 

@@ -1,4 +1,4 @@
-"""UPnP IGD, by miniupnpc (the extra `shoal[nat]`): for routers that speak no NAT-PMP."""
+"""UPnP IGD, by miniupnpc (the extra `shoal[nat]`): for routers without NAT-PMP."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from shoal.reach.mapper import Mapped, Mapper, MappingFailed
 
-DISCOVERY = 1000  # milliseconds that routers have to answer
-OTHER_PORTS = 3  # that are tried if the wanted one is another machine's
+DISCOVERY = 1000  # milliseconds to wait for routers' answers
+OTHER_PORTS = 3  # ports to try if another machine has the wanted one
 
 
 class Upnp(Mapper):
-    """Maps by UPnP. What miniupnpc does takes up to seconds, so it runs in a thread."""
+    """Maps ports by UPnP. miniupnpc may block for seconds, so it runs in a thread."""
 
     name = "UPnP"
 
@@ -35,7 +35,7 @@ class Upnp(Mapper):
         others = random.sample(range(32768, 61000), OTHER_PORTS)
         reason = ""
         for wanted in (external, *others):
-            # Some routers know mappings without an end only.
+            # Some routers support only mappings without an end.
             for seconds in (lifetime, 0):
                 try:
                     if router.addportmapping(wanted, "TCP", router.lanaddr, port, "shoal", "", seconds):
@@ -53,7 +53,7 @@ class Upnp(Mapper):
 
 
 def _find() -> tuple[Any, str]:
-    """The router, and its own address."""
+    """The router, and its external address."""
     try:
         import miniupnpc
     except ImportError:
@@ -64,6 +64,6 @@ def _find() -> tuple[Any, str]:
         if router.discover():
             router.selectigd()
             return router, str(ipaddress.IPv4Address(router.externalipaddress()))
-    except Exception as error:  # it raises Exception itself, with the router's words
+    except Exception as error:  # miniupnpc raises plain Exception, with the router's error text
         raise MappingFailed(f"no router answers as it should: {error}") from error
     raise MappingFailed("no router answers")

@@ -1,4 +1,4 @@
-"""What is said of a peer's reach, and of the ways out."""
+"""The log messages about a peer's reachability, and about the remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE_PORT = 31337
 def found(
     before: Finding, finding: Finding, own: Sequence[Multiaddr], asked: Collection[str], *, insists: bool
 ) -> None:
-    """Log what was found, in one line: a warning if nobody reaches this peer, and when that is over."""
+    """Log a finding in one line: a warning if nobody reaches this peer, and again when somebody does."""
     hosts = ", ".join(asked)
     level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
     match finding.reached:
@@ -51,7 +51,7 @@ def found(
 
 
 def unreached(finding: Finding, own: Sequence[Multiaddr], hosts: str) -> str:
-    """That nobody reaches a peer, and who has tried where."""
+    """A text that says that nobody reaches a peer, and who has tried where."""
     if own and all(address.is_loopback for address in own):
         where = ", ".join(str(address.with_peer(None)) for address in own)
         return f"listens on loopback only ({where}), where no other machine reaches it, and has joined through {hosts}"
@@ -60,7 +60,7 @@ def unreached(finding: Finding, own: Sequence[Multiaddr], hosts: str) -> str:
 
 
 def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
-    """The three ways to be reached, each with what to type; see `open_port`."""
+    """A text with the three ways to be reached, each with the command or argument to use; see `open_port`."""
     return (
         f"Either {open_port(own, seen)}; or start `shoal node --relay` on any machine that others reach, and give its "
         "address to all peers as initial_peers."
@@ -68,11 +68,11 @@ def ways_out(own: Sequence[Multiaddr], seen: str) -> str:
 
 
 def open_port(own: Sequence[Multiaddr], seen: str) -> str:
-    """The two ways to be reached directly.
+    """A text with the two ways to be reached directly.
 
     Args:
-        own: where the peer listens.
-        seen: the address from which others see it come; "" where that is not known.
+        own: the addresses where the peer listens.
+        seen: the address from which others see it come; "" if that is not known.
     """
     others = [address for address in own if not address.is_loopback]
     port = others[0].port if others else EXAMPLE_PORT

@@ -1,15 +1,16 @@
-"""The optimizer where the parameters live: model-parallel training over `torch.distributed.rpc`.
+"""The optimizer for remote parameters: model-parallel training over `torch.distributed.rpc`.
 
-What this room promises, to whoever trains with distributed autograd:
+This room promises to scripts that train with distributed autograd:
 
-* :class:`DistributedOptimizer` has torch's constructor and ``step(context_id)``, so a script changes its import;
-* every call of ``step`` is applied exactly once and whole on each worker, one after another, and each from its own
-  context's gradients, however many trainers and threads call; ``.grad`` is never used;
-* parameters stay where they are, in the memory that they have;
-* an error says on which worker it happened, and no call is left half-waited for.
+* :class:`DistributedOptimizer` has torch's constructor and ``step(context_id)``, so a script only changes its import.
+* Each worker applies every call of ``step`` exactly once and whole, one after another, and each from the gradients of
+its own context, however many trainers and threads call. ``.grad`` is never used.
+* Parameters stay on their worker, in the memory that they have.
+* An error says on which worker it happened, and no call returns before all workers have answered or timed out.
 
-It stands on `shoal.functional`, whose one call per step releases the GIL, and knows nothing of swarms. Its wire is
-torch's RPC, which pickles: who can connect to a worker can run code on it. Workers belong into a network of their own.
+It builds on `shoal.functional`, whose one call per step releases the GIL, and knows nothing of swarms. It communicates
+by torch's RPC, which uses pickle: anyone who can connect to a worker can run code on it. Keep workers in a private
+network.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _HOMES = {"DistributedOptimizer": "shoal.remote.optimizer", "RemoteOptimizerErro
 __all__ = ["DistributedOptimizer", "RemoteOptimizerError"]
 
 
-# A worker imports this room when its first calls come, several threads at the same time and each from another end.
-# Imports of a package's own modules in its __init__ would then be circular between threads, which Python resolves by
-# showing one of them a half-made module.
+# A worker imports this room when its first calls come, on several threads at the same time, and each thread may begin
+# with another module. If `__init__` imported the package's own modules, these imports would be circular between
+# threads, and Python resolves that by showing one thread a half-made module.
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal.remote' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Calls to several workers at once, and the one error that comes of those that failed."""
+"""Calls to several workers at once, and one error for those that failed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch.distributed import rpc
 
 
 class RemoteOptimizerError(RuntimeError):
-    """What was asked of the workers failed on one or more of them; the others have done it.
+    """An operation failed on one or more workers. The other workers have completed it.
 
-    Of a worker that did not answer within torch's `rpc_timeout` nobody knows whether it has done it, or still will.
+    If a worker did not answer within torch's `rpc_timeout`, it is unknown whether it has completed the operation or
+    still will.
 
-    The message has a line for every worker that failed. ``__cause__`` is its error with the traceback of the worker, or
-    an `ExceptionGroup` of them.
+    The message has a line for every worker that failed. ``__cause__`` is the error of that worker, with the worker's
+    traceback, or an `ExceptionGroup` if several failed.
 
     Attributes:
-        errors: worker's name to its error, of the type that was raised there where that can be rebuilt. Empty when this
-            error itself came through RPC.
+        errors: the error of each worker that failed, by the worker's name. It has the type that was raised there, if
+            that type can be rebuilt. Empty if this error itself came through RPC.
     """
 
     def __init__(self, message: str, errors: Mapping[str, Exception] | None = None) -> None:
-        # torch's RPC makes an error anew, on the other side, from its message alone.
+        # torch's RPC rebuilds an error on the other side from its message alone.
         super().__init__(message)
         self.errors = dict(errors or {})
 
@@ -33,22 +34,22 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def call_all(what: str, calls: Mapping[str, Call]) -> dict[str, Any]:
-    """Makes one call on each worker, all at the same time, and waits until every one has answered.
+    """Makes one call on each worker, all at the same time, and waits until all have answered.
 
     Args:
-        what: the calls' name in the error's message.
-        calls: worker's name to its call.
+        what: the name of the calls in the error's message.
+        calls: the call for each worker, by the worker's name.
 
     Returns:
-        worker's name to its answer.
+        The answer of each worker, by the worker's name.
 
     Raises:
-        RemoteOptimizerError: if any failed, after all have answered or their `rpc_timeout` is over.
+        RemoteOptimizerError: if any call failed, after all workers have answered or their `rpc_timeout` is over.
     """
     futures: dict[str, Any] = {}
     answers: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    # An optimizer of the user's may raise anything, and the other workers' answers are to be waited for all the same.
+    # A user's optimizer may raise anything, and the answers of the other workers must be awaited nevertheless.
     for name, (function, arguments) in calls.items():
         try:
             futures[name] = rpc.rpc_async(name, function, args=arguments)
@@ -68,7 +69,7 @@ def call_all(what: str, calls: Mapping[str, Call]) -> dict[str, Any]:
 
 
 def _summary(error: Exception) -> str:
-    """The error without the worker's name and traceback, which torch puts around an error of another process."""
+    """The error without the worker's name and traceback, which torch adds to an error of another process."""
     text = str(error).replace("\\n", "\n")  # an error like KeyError shows its message as a literal
     remote = re.search(r"On WorkerInfo\(.*?\):\n(.*?)\nTraceback \(most recent call last\)", text, re.DOTALL)
     return remote[1] if remote else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A torch.optim optimizer, used as functional ones are: for classes that have no functional form."""
+"""A torch.optim optimizer with the interface of functional ones, for classes that have no functional form."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shoal.functional import BoundOptimizer
 
 
 class BoundTorch(BoundOptimizer):
-    """A torch.optim optimizer over one group of parameters. It gets its gradients for the length of a step.
+    """A torch.optim optimizer over one group of parameters. The parameters have their gradients only during a step.
 
     Args:
         optimizer_class: a `torch.optim.Optimizer`, or a class that has its constructor, ``step()``, ``param_groups``,
             ``state_dict()`` and ``load_state_dict()``.
         params: the tensors to update in place.
         group: the options of the parameter group that differ from the arguments.
-        args, kwargs: what the class takes after the parameters.
+        args: the positional arguments of the class after the parameters.
+        kwargs: the same, by name.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class BoundTorch(BoundOptimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The options that the arguments give."""
+        """The options that the constructor's arguments give."""
         return dict(self._optimizer.defaults)
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """As :meth:`BoundOptimizer.step`; ``.grad`` of the parameters is afterwards what it was."""
+        """As :meth:`BoundOptimizer.step`. Afterwards ``.grad`` of the parameters is what it was before."""
         before = [param.grad for param in self.params]
         try:
             for param, gradient in zip(self.params, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Who may update which parameters now: optimizers that share a parameter take turns, others do not wait."""
+"""Locks on parameters: optimizers that share a parameter take turns, others do not wait for each other."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _NumberedLock:
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The lock of every parameter that ever had an optimizer here, for as long as the parameter lives."""
+"""The lock of every parameter that ever had an optimizer in this process, for as long as the parameter lives."""
 
 _known_lock = threading.Lock()
 
 
 class ParameterLocks:
-    """A context manager in which nobody else is who was given any of these parameters (the same tensor objects).
+    """A context manager that excludes all others over any of the same parameters (the same tensor objects).
 
-    Parameters that come without a lock get one together, so an optimizer usually has one lock, and two over the same
-    parameters the same one. Who has several takes them in the order of their creation: no deadlock.
+    Parameters without a lock get a common one. So an optimizer usually has one lock, and two optimizers over the same
+    parameters have the same lock. Several locks are taken in the order of their creation, so there is no deadlock.
 
     Args:
         params: the tensors to guard.

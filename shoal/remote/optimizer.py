@@ -1,4 +1,4 @@
-"""The optimizer that trainers have: it keeps the options, and the workers do the steps."""
+"""The optimizer on the trainer: it keeps the options, and the workers make the steps."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from shoal.remote.calls import call_all
 logger = logging.getLogger(__name__)
 
 _warned: set[Any] = set()
-"""Optimizer classes of which it was said that they have no functional form."""
+"""Optimizer classes for which the warning was logged that they have no functional form."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Steps an optimizer on every worker that owns parameters, with the gradients of a distributed autograd context.
 
-    As `torch.distributed.optim.DistributedOptimizer`, and a `torch.optim.Optimizer` besides: learning rate schedulers
-    take it, and :attr:`param_groups`, :meth:`add_param_group` and state dicts work.
+    It has the interface of `torch.distributed.optim.DistributedOptimizer`, and it is a `torch.optim.Optimizer`: it
+    works with learning rate schedulers, :attr:`param_groups`, :meth:`add_param_group` and state dicts.
 
-    *Order*: any number of trainers and threads may step the same parameters at the same time, each with its own
-    `DistributedOptimizer` (which has its own state, such as momentum) or one together. On each worker every call of
-    :meth:`step` is applied exactly once and whole, one after another, from the gradients of its own context; nothing is
-    lost and contexts do not mix. Which of two concurrent calls comes first may differ from worker to worker. Between a
-    trainer's forward pass and its step others may have stepped: gradients can be stale, as in torch's. Steps of
-    optimizers that share no parameter (not even through a third one) run in parallel, and without the GIL as far as the
-    kernel goes.
+    *Order*: any number of trainers and threads may step the same parameters at the same time. They may share one
+    `DistributedOptimizer`, or each may have its own, with its own state such as momentum. Each worker applies every
+    call of :meth:`step` exactly once and whole, one after another, with the gradients of the call's own context. No
+    step is lost, and contexts do not mix. Two concurrent calls may be applied in different orders on different workers.
+    Other trainers may step between a trainer's forward pass and its own step, so gradients can be stale, as in torch.
+    Steps of optimizers that share no parameter, not even through a third optimizer, run in parallel; their kernels run
+    without the GIL.
 
-    *Gradients* are taken from the context; ``.grad`` is not looked at. A parameter that has none in the context, or
-    whose worker took no part in it, is left alone with its state. Parameters keep their memory.
+    *Gradients* come from the context; ``.grad`` is ignored. A parameter that has no gradient in the context is left
+    alone with its state. Parameters keep their memory.
 
-    Classes without an entry in `functional_optim_map` run as they are, under the GIL; a warning says so once. They find
-    the gradients in ``.grad`` as usual, which is put back afterwards.
+    A class without an entry in `functional_optim_map` is used as it is, under the GIL; a warning says so once. Such a
+    class finds the gradients in ``.grad`` as usual, and ``.grad`` is restored afterwards.
 
     Args:
-        optimizer_class: a class of torch.optim or a key of :attr:`functional_optim_map`; workers must be able to import
+        optimizer_class: a class of torch.optim or a key of :attr:`functional_optim_map`. Workers must be able to import
             it and shoal.
-        params_rref: RRefs to tensors on any workers, this one included, or parameter groups: dicts of ``params``, which
-            are RRefs, and the options that differ.
-        args, kwargs: what the class takes after the parameters.
+        params_rref: RRefs to tensors on any workers, this one included. Or parameter groups: dictionaries with
+            ``params``, which are RRefs, and the options that differ.
+        *args: the arguments of the class after the parameters.
+        **kwargs: the same, by name.
 
     Attributes:
-        param_groups: as in torch.optim, with RRefs in place of parameters. Every step is made with the options that are
-            here when it is called.
+        param_groups: as in torch.optim, with RRefs in place of parameters. Every step uses the options that are here
+            when it is called.
         remote_optimizers: an RRef to each worker's optimizer.
-        functional_optim_map: `shoal.functional.functional_optim_map`, where PyTorch's recipe looks for it.
+        functional_optim_map: `shoal.functional.functional_optim_map`, under the name that PyTorch's recipe uses.
 
     Raises:
-        TypeError: for what is not an RRef, for a functional form in the place of the class for which it stands, and for
+        TypeError: if a parameter is not an RRef, if ``optimizer_class`` is the functional form of a class, or if it is
             LBFGS, which needs a closure.
         ValueError: if there is no parameter.
-        RemoteOptimizerError: if the optimizer cannot be made on some worker; it says why.
+        RemoteOptimizerError: if a worker can't make the optimizer. The message gives the reason.
 
     Example::
 
@@ -94,9 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._recipe = worker.Recipe(optimizer_class, functional, args, kwargs)
         self._remotes: dict[str, rpc.RRef[worker.WorkerOptimizer]] = {}
-        # Of each group: worker to the places, in the group, of the parameters that it owns.
+        # For each group: the worker's name to the indices, in the group, of the parameters that the worker owns.
         self._places: list[dict[str, list[int]]] = []
-        # Of each group: the options that workers know. Schedulers keep notes of their own beside them.
+        # For each group: the names of the options that workers know. Schedulers add entries of their own to a group.
         self._option_names: list[set[str]] = []
         super().__init__(params_rref, {})  # type: ignore[arg-type]
 
@@ -106,13 +107,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return list(self._remotes.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds RRefs, on workers that have parameters already or on others, with options of their own.
+        """Adds RRefs with options of their own, on workers that have parameters already or on others.
 
         Args:
             param_group: ``params``, one RRef or several, and the options that differ from the constructor's.
 
         Raises:
-            TypeError: for what is not an RRef.
+            TypeError: if a parameter is not an RRef.
             ValueError: if there is no parameter.
             RemoteOptimizerError: if a worker refuses, for example a parameter that it has already. The group is not
                 added then.
@@ -136,15 +137,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups.append({"params": rrefs, **options, **first.options})
 
     def step(self, context_id: int) -> None:  # type: ignore[override]
-        """Applies the gradients of a context on all workers at once; returns when all have.
+        """Applies the gradients of a context on all workers at once. Returns when all workers have done so.
 
         Args:
-            context_id: of the `torch.distributed.autograd.context` that :func:`backward` was called with.
+            context_id: the id of the `torch.distributed.autograd.context` that :func:`backward` was called with.
 
         Raises:
             RuntimeError: if there is no such context here.
-            RemoteOptimizerError: if a worker failed or did not answer within torch's `rpc_timeout`, in which case it
-                may still make the step. The others have made it.
+            RemoteOptimizerError: if a worker failed or did not answer within torch's `rpc_timeout`. A worker that did
+                not answer may still make the step. The other workers have made it.
         """
         dist_autograd.get_gradients(context_id)  # raises if there is no such context
         options = self._options()
@@ -154,13 +155,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: gradients belong to their context and go with it."""
+        """Does nothing: gradients belong to their context, which drops them when it ends. `set_to_none` is ignored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all workers as one torch.optim state dict, numbered in the order of the parameters given.
+        """The state of all workers as one torch.optim state dict, with parameters numbered in the order in which they
+        were given.
 
         It loads into ``optimizer_class`` over the same parameters in one process, and the other way round. All tensors
-        are copies. Workers are asked at the same time; let no step run meanwhile if their states are to fit together.
+        are copies. Workers are asked at the same time. For a consistent state, let no step run meanwhile.
+
+        Returns:
+            A dictionary with ``"state"`` and ``"param_groups"``.
 
         Raises:
             RemoteOptimizerError: if a worker failed.
@@ -179,11 +184,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
+        """Loads a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
+
+        Args:
+            state_dict: a dictionary with ``"state"`` and ``"param_groups"``.
 
         Raises:
-            ValueError: if groups or their sizes differ. Then nothing has been changed.
-            RemoteOptimizerError: if a worker refuses; its parameters keep their state, the others have the new one.
+            ValueError: if the number of groups or their sizes differ. Nothing has been changed then.
+            RemoteOptimizerError: if a worker refuses. Its parameters keep their state; those of the other workers have
+                the new one.
         """
         groups = state_dict["param_groups"]
         sizes, expected = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
@@ -215,7 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({getattr(chosen, '__qualname__', chosen)})"
 
     def _options(self, groups: list[dict[str, Any]] | None = None) -> dict[str, dict[int, worker.Options]]:
-        """For each worker the options of the groups that it has parameters of."""
+        """For each worker, the options of the groups in which it has parameters."""
         options: dict[str, dict[int, worker.Options]] = {name: {} for name in self._remotes}
         for number, group in enumerate(self.param_groups if groups is None else groups):
             chosen = {name: value for name, value in group.items() if name in self._option_names[number]}

@@ -1,4 +1,4 @@
-"""What runs on a worker: the optimizer of the parameters that live there, and the functions that trainers call."""
+"""The code that runs on a worker: the optimizer of its parameters, and the functions that trainers call."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Recipe:
     """How a worker makes its optimizers.
 
     Attributes:
-        optimizer_class: what the user passed.
-        functional: what stands for it in `functional_optim_map`; None to use the class itself.
-        args, kwargs: what follows the parameters in its constructor.
+        optimizer_class: the class that the user passed.
+        functional: its functional form in `functional_optim_map`; None to use the class itself.
+        args, kwargs: the arguments of its constructor after the parameters.
     """
 
     optimizer_class: Any
@@ -34,15 +34,15 @@ class Recipe:
     kwargs: dict[str, Any]
 
     def make(self, params: Sequence[Tensor], options: Options) -> tuple[BoundOptimizer, Options]:
-        """The optimizer of one parameter group with options of its own, and the options that it would have without."""
+        """The optimizer of one parameter group with options of its own, and the options that it would have without
+        them.
+        """
         if self.functional is None:
             fallback = BoundTorch(self.optimizer_class, params, options, self.args, self.kwargs)
             return fallback, fallback.defaults
         group = bind(self.functional, params, *self.args, **self.kwargs)
         defaults = _options(group)
-        if options and issubclass(
-            self.functional, FunctionalOptimizer
-        ):  # it may be the options that a state depends on
+        if options and issubclass(self.functional, FunctionalOptimizer):  # the state may depend on these options
             return bind(self.functional, params, **{**defaults, **options}), defaults
         if options:
             group.options = options
@@ -51,12 +51,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker's answer when it has taken in parameters of a group.
+    """A worker's answer after it has added parameters of a group.
 
     Attributes:
         remote: the worker's optimizer.
         defaults: the options that the constructor's arguments give.
-        options: those of this group.
+        options: the options of this group.
     """
 
     remote: rpc.RRef[WorkerOptimizer]
@@ -65,10 +65,11 @@ class Joined:
 
 
 class WorkerOptimizer:
-    """The part of one `DistributedOptimizer` on one worker: a state of its own, for parameters that may be shared.
+    """The part of one `DistributedOptimizer` on one worker. It has a state of its own, for parameters that others may
+    share.
 
     Args:
-        recipe: what to optimize with.
+        recipe: how to make the optimizer of a group.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -78,13 +79,13 @@ class WorkerOptimizer:
         self._locks = ParameterLocks(())
 
     def add_group(self, number: int, params: Sequence[Tensor], options: Options) -> tuple[Options, Options]:
-        """Takes in the parameters of group `number` that live here; a second call with the same number replaces them.
+        """Adds the parameters of group `number` that live here. A second call with the same number replaces them.
 
         Returns:
-            the constructor's options and those of the group.
+            The constructor's options and those of the group.
 
         Raises:
-            TypeError, ValueError: for what is not a tensor, was given before, or is refused by the optimizer.
+            TypeError, ValueError: if a parameter is not a tensor or was given before, or if the optimizer refuses it.
         """
         taken = {id(param) for other, group in self._groups.items() if other != number for param in group.params}
         for index, param in enumerate(params):
@@ -96,7 +97,7 @@ class WorkerOptimizer:
                 raise ValueError(f"parameter {index} of this worker was given before: give each parameter once")
             taken.add(id(param))
         group, defaults = self._recipe.make(params, options)
-        # New objects, so that a step that has begun goes on with what it has.
+        # New objects, so that a step under way goes on with the old ones.
         groups = {**self._groups, number: group}
         self._applied = {**self._applied, number: _options(group)}
         self._locks = ParameterLocks(param for each in groups.values() for param in each.params)
@@ -104,14 +105,14 @@ class WorkerOptimizer:
         return defaults, self._applied[number]
 
     def step(self, context_id: int, options: Mapping[int, Options]) -> None:
-        """Applies the gradients of a context, with these options of each group; `BoundOptimizer.step` says how."""
+        """Applies the gradients of a context, with these options for each group, by `BoundOptimizer.step`."""
         gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(context_id)
         if gradients:
             groups = self._groups
             self.apply({number: [gradients.get(p) for p in groups[number].params] for number in options}, options)
 
     def apply(self, gradients: Mapping[int, list[Tensor | None]], options: Mapping[int, Options]) -> None:
-        """One step of each group with given gradients, one or None per parameter, while nobody else is at them."""
+        """Makes one step of each group with given gradients, one or None per parameter, under the parameters' locks."""
         with self._locks:
             for number, chosen in options.items():
                 if not _same(chosen, self._applied[number]):
@@ -120,7 +121,7 @@ class WorkerOptimizer:
                 self._groups[number].step(gradients[number])
 
     def state(self) -> dict[int, dict[int, dict[str, Any]]]:
-        """A copy of the state: group, place of the parameter among this worker's, name."""
+        """A copy of the state, by group, then by the parameter's place among this worker's, then by name."""
         with self._locks:
             states = {number: group.state_dict()["state"] for number, group in self._groups.items()}
             return {
@@ -128,7 +129,9 @@ class WorkerOptimizer:
             }
 
     def load(self, states: Mapping[int, dict[int, dict[str, Any]]], options: Mapping[int, Options]) -> None:
-        """The inverse of :meth:`state`, with the options to go on with. Parameters without an entry begin anew."""
+        """The inverse of :meth:`state`, with the options to use from now on. Parameters without an entry start
+        afresh.
+        """
         with self._locks:
             for number, chosen in options.items():
                 self._groups[number].load_state_dict({"state": states[number], "options": chosen})
@@ -142,7 +145,7 @@ def join(
     params: Sequence[rpc.RRef[Tensor]],
     options: Options,
 ) -> Joined:
-    """Called by a trainer: `WorkerOptimizer.add_group`, of a new optimizer if there is none yet."""
+    """Called by a trainer: `WorkerOptimizer.add_group`, on a new optimizer if there is none yet."""
     optimizer = WorkerOptimizer(recipe) if remote is None else remote.local_value()
     defaults, options = optimizer.add_group(number, [param.local_value() for param in params], options)
     return Joined(rpc.RRef(optimizer) if remote is None else remote, defaults, options)
@@ -167,7 +170,7 @@ def load(
 
 
 def _options(group: BoundOptimizer) -> Options:
-    """A group's options; none for a class of the recipe's form that keeps them where nobody knows."""
+    """A group's options; empty for a functional class written as in PyTorch's recipe, whose options can't be found."""
     try:
         return group.options
     except TypeError:
@@ -175,7 +178,7 @@ def _options(group: BoundOptimizer) -> Options:
 
 
 def _same(some: Options, others: Options) -> bool:
-    """Whether no option differs. A tensor never counts as the same: it may have changed in place."""
+    """Whether no option differs. A tensor never counts as equal: it may have changed in place."""
     return some == others if not any(isinstance(value, Tensor) for value in some.values()) else False
 
 

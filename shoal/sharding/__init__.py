@@ -1,12 +1,13 @@
-"""Training on the ranks of one `torch.distributed` process group: sharded optimizer state, and inputs that differ.
+"""Training on the ranks of one `torch.distributed` process group: sharded optimizer state, and uneven inputs.
 
-What this room promises, to scripts that use torch's own (`ZeroRedundancyOptimizer`, `Join`) and change one import:
+This room promises, to scripts that use torch's own classes (`ZeroRedundancyOptimizer`, `Join`) and change one import:
 
-* the same names, arguments and collectives of the public protocols, so that its objects work with torch's and torch's
-  with them;
-* what all ranks hold is equal to the bit, on every rank, after every step and after the last;
-* it starts no process and no socket: everything goes through the process group that the caller made, within that
-  group's timeout. One thread, with ``reduce_scatter`` on gloo. It imports torch, ``flat`` and ``functional``.
+* Its public classes have the same names and arguments and use the same collectives as torch's. So its objects work with
+torch's, and torch's with them.
+* All ranks hold the same parameters, equal to the bit, after every step.
+* It starts no process and no socket. All messages go through the process group that the caller made, within that
+group's timeout. It starts one thread with ``reduce_scatter`` on gloo, and none otherwise. It imports torch, ``flat``
+and ``functional``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The private names of torch that this room uses. No other file of the room reaches for one.
+"""The private names of torch that this room uses. No other file of the room uses one.
 
-"torch has it since" was read from the sources of torch 2.0.1, 2.4.0 and 2.6.0; Shoal supports 2.6 and later.
+The column "torch has it since" comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and later.
 
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
@@ -34,31 +34,34 @@ store_of = _get_process_group_store
 """The store of a process group."""
 
 join_config_of: Callable[[Joinable], JoinConfig] = attrgetter("_join_config")
-"""What `Join` told a joinable."""
+"""The settings that `Join` gave to a joinable."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written to."""
+"""How many times a tensor was written to."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Called within a backward pass: has a function called when the whole pass is done."""
+"""To be called within a backward pass: registers a function to call when the whole pass is done."""
 
 make_wrapper = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor of a subclass that has a shape, and no memory of its own."""
+"""Makes a tensor of a subclass that has a shape, but no memory of its own."""
 
 
 def set_join_config(joinable: Joinable, config: JoinConfig) -> None:
-    """Tells a joinable what holds in its `Join`."""
+    """Tells a joinable the settings of its `Join`."""
     joinable._join_config = config
 
 
 def set_divisor(model: DistributedDataParallel, work: dist.Work, *, all_ranks: bool) -> None:
-    """Lets a model divide gradients by the number of all ranks, or by the result of ``work``, in its next backward
-    pass."""
+    """Makes a model divide gradients, in its next backward pass, by the number of all ranks or by the result of
+    ``work``.
+    """
     model.reducer._set_forward_pass_work_handle(work, all_ranks)
 
 
 def divides_by_all_ranks(model: DistributedDataParallel) -> bool:
-    """Whether a model's join hook was told to divide by the number of all ranks, and not of those that are live."""
+    """Whether a model's join hook was told to divide by the number of all ranks, and not by the number of live
+    ranks.
+    """
     by_all: bool = vars(model)["_divide_by_initial_world_size"]
     return by_all
 
@@ -69,17 +72,21 @@ def in_backward() -> bool:
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:
-    """Says to schedulers that the optimizer has made a step."""
+    """Tells schedulers that the optimizer has made a step."""
     vars(optimizer)["_opt_called"] = True
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's scaler, with the method that unscales an optimizer's gradients under a name that may be overridden."""
+    """torch's scaler, with its private method that unscales gradients under a public name that subclasses may
+    override.
+    """
 
     def unscale_grads(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiplies the gradients of an optimizer with ``inv_scale``; says by device whether one was not finite."""
+        """Multiplies the gradients of an optimizer by ``inv_scale``. Returns, for each device, whether one was not
+        finite.
+        """
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _unscale_grads_(

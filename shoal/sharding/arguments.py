@@ -1,4 +1,4 @@
-"""What the constructor of `ZeroRedundancyOptimizer` is given, checked."""
+"""Checks of the arguments of `ZeroRedundancyOptimizer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def checked(params: Any) -> list[Any]:
     """The tensors or parameter groups in ``params``.
 
     Raises:
-        TypeError: if it is no iterable of such.
+        TypeError: if it is no iterable of tensors or of groups.
         ValueError: if it is empty, or a group has no parameters.
     """
     if isinstance(params, Tensor):
@@ -41,7 +41,7 @@ def checked_class(optimizer_class: Any) -> None:
     """Refuses optimizers that cannot be sharded.
 
     Raises:
-        TypeError: if it is LBFGS or derives from it, or is the functional form of an optimizer.
+        TypeError: if the class is LBFGS or derives from it, or is the functional form of an optimizer.
     """
     made = optimizer_class
     while isinstance(made, partial):
@@ -58,7 +58,7 @@ def may_cut(partition: Partition, element_wise: bool, world_size: int) -> bool:
     """Whether shares may begin and end inside a parameter.
 
     Raises:
-        ValueError: if there is no such partition.
+        ValueError: if ``partition`` is none of the three names.
     """
     if partition == "auto":
         return element_wise and world_size > 1

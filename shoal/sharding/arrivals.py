@@ -1,9 +1,10 @@
-"""When the gradients of a bucket are all there, as a rule told by one hook and not by one for every parameter.
+"""Tells when all gradients of a bucket have come, usually with one hook per bucket instead of one per parameter.
 
-Python for every parameter is what a backward pass of many small ones spends its time on. Gradients come in nearly the
-same order in each pass, so it is enough to hook into the parameter whose gradient came last: when it comes again, a
-look at the others says whether they are there. Those that are not get hooks of their own for the rest of the pass.
-Parameters that had no gradient keep their hooks, which cost nothing until they get one.
+When a backward pass has many small parameters, hooks for all of them take most of its time, because hooks are Python.
+But gradients come in nearly the same order in every pass. So it is enough to hook into the parameter whose gradient
+came last: when its gradient comes again, the hook checks whether the others have come. Parameters whose gradients are
+still missing get hooks of their own for the rest of the pass. Parameters that had no gradient keep their hooks, which
+cost nothing until a gradient comes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from shoal.sharding._torch import version_of
 
 
 class Arrivals:
-    """The gradients of one bucket, in each backward pass. Begins with a hook into each parameter.
+    """The gradients of one bucket, in each backward pass. At first it hooks into each parameter.
 
     Args:
-        params: of the bucket, by number.
-        tell: called with a parameter's number when its gradient has come; not for each, but for the last of all.
-            It must not keep alive whoever is told.
+        params: the parameters of the bucket, by number.
+        tell: called with a parameter's number when a hooked gradient has come: always for the last one, not for all. It
+            must not keep its receiver alive.
     """
 
     def __init__(self, params: Mapping[int, Tensor], tell: Callable[[int], None]) -> None:
@@ -32,18 +33,19 @@ class Arrivals:
         self._handles: dict[int, RemovableHandle] = {}
         self._narrow = False
         self._trains = False
-        self._missing: set[int] | None = None  # in this pass; None before the first hook was called
+        self._missing: set[int] | None = None  # missing in this pass; None before its first hook is called
         self._came: set[int] = set()
         self._last: int | None = None
-        self._before: dict[int, tuple[Tensor, int]] = {}  # gradients that are summed up already, and their versions
+        # sums that are in ``param.grad`` before the pass, and their versions
+        self._before: dict[int, tuple[Tensor, int]] = {}
 
     def hook_all(self) -> None:
-        """Hooks into all parameters that require a gradient by now."""
+        """Hooks into all parameters that require a gradient now."""
         self._hook(self._training())
         self._narrow = False
 
     def hook_last(self) -> None:
-        """Lets go of the parameters whose gradients came before the last one in the last pass."""
+        """Removes the hooks of the parameters whose gradients came before the last one in the last pass."""
         if self._last is None:
             self.hook_all()
             return
@@ -54,13 +56,13 @@ class Arrivals:
         self._narrow = True
 
     def unhook(self) -> None:
-        """Lets go of all parameters."""
+        """Removes all hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
     def remember_sums(self) -> None:
-        """Notes what is in ``param.grad``, to which the next pass adds."""
+        """Notes the gradients in ``param.grad``, to which the next pass adds."""
         self._before = {n: (p.grad, version_of(p.grad)) for n, p in self._params.items() if p.grad is not None}
 
     def begin(self) -> None:
@@ -81,11 +83,11 @@ class Arrivals:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter that trains has its gradient of this pass."""
+        """Whether every parameter that requires a gradient has its gradient of this pass."""
         return not self._trains if self._missing is None else not self._missing
 
     def forget_sums(self) -> None:
-        """What was summed up has been taken."""
+        """The sums in ``param.grad`` have been taken."""
         self._before = {}
 
     def _training(self) -> list[int]:

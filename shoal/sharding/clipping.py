@@ -1,4 +1,4 @@
-"""What is done to all gradients when each is with its owner: clipping by the norm of all, and unscaling."""
+"""Operations on all gradients when each is with its owner: clipping by their common norm, and unscaling."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def clip(
 ) -> Tensor:
     """Scales the gradients of all ranks so that their common norm is at most ``max_norm``; returns the norm before.
 
-    The norm is of ``dtype``, which is equal on all ranks: a rank may hold gradients of some dtypes only.
+    The norm has the dtype ``dtype``. It must be equal on all ranks, and a rank may hold gradients of some dtypes only,
+    so the caller gives it.
 
-    The factor is equal to the bit on all ranks. It is that of ``torch.nn.utils.clip_grad_norm_`` to float rounding: the
-    norm is added up share by share here, and parameter by parameter there.
+    The scaling factor is equal to the bit on all ranks. It equals that of ``torch.nn.utils.clip_grad_norm_`` up to
+    float rounding: this function adds the norm up share by share, torch parameter by parameter.
     """
     held = [gradient for gradient in gradients.values() if gradient is not None]
-    # Sums of 16-bit numbers leave their range; float64 would lose its digits in anything less.
+    # Sums of squares overflow 16-bit floats, so the norm is taken in float32 at least; float64 stays float64.
     norms = [
         torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
         for gradient in held
@@ -46,7 +47,7 @@ def clip(
 
 @torch.no_grad()
 def unscale(gradients: Mapping[Slice, Tensor | None], factor: float, communication: Communication) -> bool:
-    """Multiplies the gradients of all ranks with ``factor``; whether all were finite before, on all ranks."""
+    """Multiplies the gradients of all ranks by ``factor``; returns whether all were finite before, on all ranks."""
     held = [gradient for gradient in gradients.values() if gradient is not None]
     finite = torch.tensor([all(is_finite(gradient) for gradient in held)], dtype=torch.float32)
     for gradient in held:

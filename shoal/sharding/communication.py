@@ -1,9 +1,11 @@
-"""What sharding says over a process group: tensors from their owner to all, and from all to their owner, added up.
+"""The messages of sharding over a process group: tensors from their owner to all ranks, and sums from all ranks to the
+owner.
 
-How depends on the backend. gloo moves CPU tensors fastest as point-to-point messages of a few MiB: its broadcast and
-reduce wait for one hop after the other, its reduce-scatter is an all-reduce inside, and only a message that fails says
-which rank is to blame. It needs no thread of the backend either, so it may run beside collectives of other code.
-Elsewhere (NCCL, tensors on other devices) the backend's own broadcast and reduce are taken.
+The means depend on the backend. On gloo, CPU tensors travel as point-to-point messages of a few MiB, for three reasons.
+This is fastest: gloo's broadcast and reduce wait for one hop after the other, and its reduce-scatter is an all-reduce
+inside. Only a failed message tells which rank is to blame. And point-to-point messages need no thread of the backend,
+so they may run beside collectives of other code. With other backends (NCCL) and for tensors on other devices, the
+backend's own broadcast and reduce are used.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from shoal.sharding.failures import RankLost
 from shoal.sharding.partition import PARCEL_BYTES, Parcel
 
 Finish = Callable[[], None]
-"""Waits for the end of what was started."""
+"""Waits until an operation that was started is done."""
 
 Works = list[tuple[int | None, dist.Work]]
-"""What is under way, and with which rank (None: with all)."""
+"""The operations under way, each with the other rank (None for all ranks)."""
 
 WINDOW: Final = 4
-"""Parcels under way at a time: it bounds the memory of receive buffers."""
+"""The number of parcels under way at a time. It bounds the memory of receive buffers."""
 
-# Tags keep apart what two threads of a rank may send at the same time.
+# Tags distinguish the messages that two threads of a rank may send at the same time.
 GRADIENTS, PARAMETERS, STATES, OVERLAP = 0x5A0, 0x5A1, 0x5A2, 0x5B0
 
 _threads: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many of each process group have sent gradients from a thread of their own."""
+"""For each process group, the number of objects that send gradients from a thread of their own."""
 
 
 def run_in_window(starts: Iterable[Callable[[], Finish]]) -> None:
-    """Starts one after the other, and finishes each before more than `WINDOW` are under way."""
+    """Starts one operation after the other, with at most `WINDOW` under way, and finishes all."""
     pending: deque[Finish] = deque()
     for start in starts:
         if len(pending) == WINDOW:
@@ -54,10 +56,11 @@ class Communication:
 
     Args:
         group: the process group.
-        device: where tensors lie that have no place of their own (headers, states); the backend must reach it.
+        device: the device of tensors that belong to no parameter (headers, states). If the backend does not reach it, a
+            device of the backend is used instead.
 
     Attributes:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         ranks: the group's size.
     """
 
@@ -73,17 +76,19 @@ class Communication:
         self._gradients = GRADIENTS
 
     def send_from_thread(self) -> None:
-        """Gives gradients a tag of their own: others of this process group may send theirs at the same time."""
+        """Gives gradients a tag of their own, because other objects of this process group may send theirs at the same
+        time.
+        """
         _threads[self.group] = _threads.get(self.group, 0) + 1
         self._gradients = GRADIENTS + (_threads[self.group] << 16) % 2**31
 
     def share(self, parcel: Parcel, tensors: Mapping[int, Tensor], tag: int = PARAMETERS) -> Finish:
-        """Brings a parcel from its owner to all other ranks.
+        """Sends a parcel from its owner to all other ranks.
 
         Args:
             parcel: slices of ``tensors``.
-            tensors: by number, 1-D and contiguous; read on the owner, written on the others.
-            tag: of the messages.
+            tensors: the tensors by number, 1-D and contiguous. The owner reads them, the other ranks write to them.
+            tag: the tag of the messages.
         """
         first = tensors[parcel.slices[0].tensor]
         others = [rank for rank in range(self.ranks) if rank != self.rank]
@@ -112,13 +117,14 @@ class Communication:
         return finish
 
     def add_up(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Tensor | None) -> Finish:
-        """Adds a parcel of all ranks up on its owner, in the order of ranks after the owner's own.
+        """Adds up a parcel of all ranks on its owner: the owner's own values first, then the others' in the order of
+        ranks.
 
         Args:
             parcel: slices of ``tensors``.
-            tensors: by number, 1-D and contiguous: what this rank adds.
-            total: on the owner, where the sum goes: 1-D, the slices one after the other, which may be the memory of
-                ``tensors`` if there is one slice only; None on the others.
+            tensors: this rank's addends by number, 1-D and contiguous.
+            total: on the owner, the 1-D memory for the sum, with the slices one after the other. If there is one slice
+                only, it may be the memory of that slice. None on the other ranks.
         """
         first = tensors[parcel.slices[0].tensor]
         if not self._direct(first):
@@ -155,14 +161,14 @@ class Communication:
                 _wait([(rank, work)])
                 summed = torch.add(summed, buffer, out=total)
                 self._recycle(spare)
-            if summed is not total:  # a rank alone
+            if summed is not total:  # there is only one rank
                 total.copy_(summed)
 
         return added
 
     def _reduce(self, parcel: Parcel, tensors: Mapping[int, Tensor], total: Tensor | None, like: Tensor) -> Finish:
         parts = [tensors[part.tensor][part.span.slice] for part in parcel.slices]
-        # A copy: on the ranks that do not own it, some backends leave partial sums in the tensor.
+        # A copy, because some backends leave partial sums in the tensor on ranks that do not own it.
         buffer, spare = self._buffer(parcel.numel, like)
         torch.cat(parts, out=buffer)
         target = dist.get_global_rank(self.group, parcel.owner)
@@ -177,7 +183,9 @@ class Communication:
         return finish
 
     def exchange(self, header: Tensor) -> Callable[[], list[Tensor]]:
-        """Starts to send a small 1-D CPU tensor, of equal size everywhere, to all ranks; then gives all, by rank."""
+        """Starts to send a small 1-D CPU tensor, of equal size on all ranks, to all ranks. The result waits and returns
+        all of them, by rank.
+        """
         if not self.by_messages:
             there = header.to(self.device)
             received = [torch.empty_like(there) for _ in range(self.ranks)]
@@ -210,11 +218,11 @@ class Communication:
         run_in_window(partial(start, chunk) for chunk in chunks_of(tensor))
 
     def receive_all(self, tensor: Tensor, sender: int) -> None:
-        """Receives what :meth:`send_all` sends of a tensor of equal size and dtype."""
+        """Receives a tensor from :meth:`send_all`; ``tensor`` must have the same size and dtype."""
         run_in_window(self.receiving(tensor, sender))
 
     def receiving(self, tensor: Tensor, sender: int) -> Iterator[Callable[[], Finish]]:
-        """The parts of :meth:`receive_all`, for :func:`run_in_window`: each starts to receive one chunk."""
+        """The steps of :meth:`receive_all`, for :func:`run_in_window`: each starts to receive one chunk."""
 
         def start(chunk: Tensor) -> Finish:
             there = chunk if self._reaches(chunk) else torch.empty_like(chunk, device=self.device)
@@ -248,7 +256,9 @@ class Communication:
             raise RankLost(sender, str(error)) from error
 
     def _buffer(self, numel: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A buffer, recycled if there is one, and the whole that :meth:`_recycle` takes back."""
+        """A buffer of ``numel`` elements, recycled if possible, and the whole memory that :meth:`_recycle` takes
+        back.
+        """
         spare = self._spare.setdefault((like.dtype, like.device), [])
         whole = (
             spare.pop() if spare else torch.empty(PARCEL_BYTES // like.itemsize, dtype=like.dtype, device=like.device)
@@ -274,7 +284,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The tensor's bytes: every backend moves these, whatever the dtype."""
+    """The tensor's bytes: every backend can send them, whatever the dtype."""
     return tensor.view(torch.uint8)
 
 
@@ -286,6 +296,6 @@ def _unpack(buffer: Tensor, parcel: Parcel, tensors: Mapping[int, Tensor]) -> No
 
 
 def chunks_of(tensor: Tensor) -> list[Tensor]:
-    """A 1-D tensor in parts of at most `PARCEL_BYTES`, none if it is empty."""
+    """A 1-D tensor in chunks of at most `PARCEL_BYTES`; none if it is empty."""
     spans = Span(0, tensor.numel()).split(max(1, PARCEL_BYTES // tensor.itemsize))
     return [tensor[span.slice] for span in spans]

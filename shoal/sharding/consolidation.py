@@ -1,4 +1,4 @@
-"""Bringing all state to one rank: every slice goes straight to its place in the result."""
+"""Collects all state on one rank: every slice is received straight into its place in the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_DESCRIPTION: Final = 2**30
 
 
 def give(communication: Communication, shard: Shard, to: int) -> None:
-    """Sends this rank's state to rank ``to``: first what there is, as JSON, then the tensors one by one."""
+    """Sends this rank's state to rank ``to``: first a description as JSON, then the tensors one by one."""
     tensors: list[Tensor] = []
     content = json.dumps([_describe(piece, shard, tensors) for piece in shard.all_pieces]).encode()
     description = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -34,9 +34,11 @@ def give(communication: Communication, shard: Shard, to: int) -> None:
 
 
 def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """The state of all parameters, on the CPU, as torch.optim's state dict has it; the others :func:`give` theirs.
+    """The state of all parameters, on the CPU, in the format of torch.optim's state dict. The other ranks call
+    :func:`give`.
 
-    Chunks of all ranks come in turn, this rank's own among them: it copies while others are on their way.
+    Chunks of all ranks are processed in turn, this rank's own among them: it copies its own chunks while others are on
+    their way.
     """
     own: list[Tensor] = []
     described = [
@@ -94,7 +96,7 @@ def _receiving(targets: Sequence[Tensor], communication: Communication, rank: in
 
 
 def _copying(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[Callable[[], Finish]]:
-    """Copies chunk by chunk; nothing is left to be finished."""
+    """Copies chunk by chunk, each at once: there is nothing to finish."""
 
     def start(target: Tensor, source: Tensor) -> Finish:
         target.copy_(source)
@@ -106,7 +108,9 @@ def _copying(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[C
 
 
 def _describe(piece: Piece, shard: Shard, tensors: list[Tensor]) -> list[Any]:
-    """``[parameter, start, stop, [[name, whether per element, encoded value], …]]``; appends the tensors."""
+    """``[parameter, start, stop, [[name, whether per element, encoded value], …]]``; appends the tensors to
+    ``tensors``.
+    """
     entries = []
     for name, value in shard.state_of(piece).items():
         per_element = is_per_element(value, piece)

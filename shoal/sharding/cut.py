@@ -1,4 +1,4 @@
-"""A `ZeroRedundancyOptimizer` where something else has divided the parameters over the ranks: a cluster's strands."""
+"""`ZeroRedundancyOptimizer` where a cluster's strands have already divided the parameters over the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _is_cut: ContextVar[bool] = ContextVar("is_cut", default=False)
 
 @contextlib.contextmanager
 def cut_already() -> Iterator[None]:
-    """Within, the parameters of which an optimizer is made are this rank's share, and it divides nothing."""
+    """A context in which the parameters given to an optimizer are this rank's share, and the optimizer divides
+    nothing.
+    """
     token = _is_cut.set(True)
     try:
         yield
@@ -23,7 +25,7 @@ def cut_already() -> Iterator[None]:
 
 
 def is_cut() -> bool:
-    """Whether that is so now."""
+    """Whether the caller is within `cut_already`."""
     return _is_cut.get()
 
 
@@ -37,7 +39,7 @@ def of_share(
     partition: object = "auto",
     **given: Any,
 ) -> Optimizer:
-    """The optimizer that a `ZeroRedundancyOptimizer` of these arguments has of its share, which `params` are.
+    """The optimizer of one share: `ZeroRedundancyOptimizer` of these arguments would make it for its share `params`.
 
     Raises:
         ValueError: for an argument that would have no effect here.

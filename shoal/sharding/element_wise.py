@@ -1,4 +1,4 @@
-"""Which optimizer classes update every element from nothing but its own gradient and state."""
+"""Which optimizer classes update each element from its own gradient and state alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from shoal.functional import functional_optim_map
 
 
 def is_element_wise(optimizer_class: Callable[..., Any]) -> bool:
-    """Whether parameters may be cut anywhere.
+    """Whether this optimizer allows parameters to be cut anywhere.
 
-    Known of the classes that have a functional form, torch.optim's own among them; others say it by an attribute
-    ``element_wise = True``. A subclass of a known class may do anything in its step, and is not known.
+    It is known for the classes that have a functional form, torch.optim's own among them. Other classes declare it by
+    an attribute ``element_wise = True``. A subclass of a known class may do anything in its step, so it does not count
+    as element-wise.
     """
     functional = functional_optim_map.get(optimizer_class)
     return any(getattr(known, "element_wise", False) is True for known in (functional, optimizer_class))

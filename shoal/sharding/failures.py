@@ -1,9 +1,9 @@
-"""Which rank is to blame when communication fails, and how the others learn of it.
+"""Which rank is to blame when communication fails, and how the other ranks learn of it.
 
-A message that does not come names the rank that it was expected from. That rank may itself have waited for another, or
-have raised an error that only it knows; so whoever gives up leaves a note in the process group's store first, and
-whoever fails because of it passes on what the note says. All this happens within the timeout of the process group: a
-closed connection is noticed at once, silence after that time.
+A missing message names the rank that should have sent it. But that rank may itself have waited for another one, or may
+have raised an error that only it knows. So a rank that fails first leaves a note in the process group's store. A rank
+that fails because of it passes on the text of the note. All this happens within the timeout of the process group: a
+closed connection is noticed at once, a silent rank after the timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTE_BYTES = 2000
 
 
 class RankLost(RuntimeError):
-    """A message from or to ``rank`` (of the process group; None if it is not known which) did not get through."""
+    """A message from or to rank ``rank`` of the process group did not get through; None if the rank is not known."""
 
     def __init__(self, rank: int | None, why: str) -> None:
         super().__init__(why)
@@ -49,10 +49,10 @@ class Failures:
             doing: what the block does, for the message.
 
         Raises:
-            RuntimeError: if a rank was lost; names it, and says what it said of itself. Every other error passes
-                through, after a note for the others.
+            RuntimeError: if a rank was lost. The message names it, and gives its note if it left one. Every other error
+                passes through, after this rank has left a note for the others.
         """
-        if self._noted:  # an error that the caller survived
+        if self._noted:  # the caller has gone on after an error
             self._store.delete_key(self._key(self._rank))
             self._noted = False
         try:
@@ -77,7 +77,7 @@ class Failures:
         try:
             self._store.set(self._key(self._rank), json.dumps([rank, why[:_NOTE_BYTES]]))
             self._noted = True
-        except RuntimeError:  # the store died with the rank that held it; the error is raised all the same
+        except RuntimeError:  # the store died with the rank that held it; the error is raised anyway
             return
 
     def _read_note(self, rank: int) -> tuple[int | None, str] | None:

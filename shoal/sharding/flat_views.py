@@ -1,4 +1,4 @@
-"""Tensors as flat memory: their elements in the order in which they lie there, as a 1-D view."""
+"""Tensors as flat memory: a 1-D view of their elements in the order of memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def flat_like(value: Tensor, param: Tensor) -> Tensor:
-    """The elements of ``value`` in the order in which those of ``param``, of the same shape, lie in memory.
+    """The elements of ``value`` in the memory order of ``param``, which has the same shape.
 
-    A view if ``value`` lies alike, else a copy. Sparse values become dense.
+    A view if ``value`` has the same memory order, else a copy. Sparse values become dense.
     """
     if value.layout is not torch.strided:
         value = value.to_dense()

@@ -1,4 +1,4 @@
-"""Loss scaling for float16, when gradients are with their owners."""
+"""Loss scaling for float16 when each gradient is with its owner only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 
 class GradScaler(_torch.GradScaler):
-    """As ``torch.amp.GradScaler``, which finds no gradients if `ZeroRedundancyOptimizer` reduces them to their owners.
+    """``torch.amp.GradScaler`` that also works with `ZeroRedundancyOptimizer` and ``reduce_scatter``.
 
-    Every rank must call `unscale_`, `step` and `update` equally often: each makes one message, and all ranks come to
-    the same result. An infinity on one rank skips the step on all. With other optimizers it does what torch's does. The
-    arguments are torch's.
+    With ``reduce_scatter`` each gradient is with its owner only, and torch's scaler finds none. Every rank must call
+    `unscale_`, `step` and `update` equally often: each call sends one message, and all ranks get the same result. An
+    infinity on one rank skips the step on all ranks. With other optimizers it does what torch's scaler does.
+
+    The arguments are those of ``torch.amp.GradScaler``.
+
+    Raises:
+        ValueError: by `unscale_` and `step`, if a parameter of a ``reduce_scatter`` optimizer is float16.
+        RuntimeError: by `unscale_` and `step`, if a rank was lost. The message names it.
     """
 
     def unscale_grads(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscales gradients where they are; messages go to all ranks."""
+        """Unscales the gradients on the ranks where they are; sends messages to all ranks."""
         gradients = optimizer.gradient_source if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         if not isinstance(optimizer, ZeroRedundancyOptimizer) or not isinstance(gradients, ReducedGradients):
             return super().unscale_grads(optimizer, inv_scale, found_inf, allow_fp16)

@@ -1,4 +1,4 @@
-"""Where the gradients for a step come from: the interface of `ReplicatedGradients` and `ReducedGradients`."""
+"""The source of the gradients for a step: the interface of `ReplicatedGradients` and `ReducedGradients`."""
 
 from __future__ import annotations
 
@@ -16,34 +16,39 @@ class GradientSource(ABC):
     """The gradients of one `ZeroRedundancyOptimizer`.
 
     Attributes:
-        are_lent: whether they belong to the step alone, and go with it; else they are ``param.grad``, and stay.
+        are_lent: True if the gradients belong to the step alone and are dropped after it. False if they are
+            ``param.grad`` and stay.
     """
 
     are_lent: ClassVar[bool]
 
     @abstractmethod
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Takes the parameters of new groups. Communicates."""
+        """Adds the parameters of new groups. Communicates."""
 
     @abstractmethod
     def prepare(self) -> list[int]:
-        """Gives the local optimizer its gradients; returns the buckets that the step may change, on any rank."""
+        """Gives the local optimizer its gradients. Returns the numbers of the buckets that the step may change, on any
+        rank.
+        """
 
     @abstractmethod
     def lend(self) -> None:
-        """After the local step, before the parameters go to all ranks: gives joined ranks what they step with."""
+        """Called after the local step and before the parameters go to all ranks: gives joined ranks their options and
+        gradients.
+        """
 
     @abstractmethod
     def used(self) -> None:
-        """The step is done."""
+        """Called when the step is done."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forgets gradients that are not in ``param.grad``."""
+        """Drops gradients that are not in ``param.grad``."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Lets backward passes accumulate."""
+        """A context in which backward passes accumulate gradients."""
 
     @abstractmethod
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
@@ -51,4 +56,4 @@ class GradientSource(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What shadows the steps on a rank that has joined."""
+        """The hook that shadows the steps on a rank that has joined."""

@@ -1,17 +1,17 @@
-"""Ranks that have run out of inputs keep the others company, so that nobody waits for them for ever.
+"""Training with uneven inputs: ranks that have run out of inputs go on to take part in the collectives of the others.
 
-`Joinable` and `JoinHook` are torch's own classes: whatever is written for torch's `Join` (torch's
-`DistributedDataParallel` and `ZeroRedundancyOptimizer` among it) is for this one and the other way round, and the
-`_join_config` that `Join` sets is what torch's code reads. Only `Join` itself is Shoal's.
+`Joinable` and `JoinHook` are torch's own classes. So code written for torch's `Join`, such as torch's
+`DistributedDataParallel` and `ZeroRedundancyOptimizer`, works with this one, and the other way round. The
+`_join_config` that `Join` sets is the one that torch's code reads. Only `Join` itself is Shoal's.
 
-A rank that is still training is *live*; one that has left the ``with`` block has *joined*. How the joined know what the
-live do next:
+A rank that is still training is *live*. A rank that has left the ``with`` block has *joined*. Joined ranks learn in one
+of two ways what the live ranks do next:
 
-* By messages, each an all-reduce of one number to which the joined add zero. Each live rank adds one at the start of an
-  iteration (the heartbeat, torch's protocol: `Join.notify_join_context`), and a negative number, which says which,
-  before an optimizer's step (`announcement`). So a joined rank steps when the others step, and not while they
-  accumulate gradients. A sum of zero says that all have joined.
-* Without messages, when all that is joined counts the live ranks in what it sends anyway (`CountingJoinHook`).
+* By messages. Each message is an all-reduce of one number, to which joined ranks add zero. At the start of an iteration
+each live rank adds one (the heartbeat, torch's protocol: `Join.notify_join_context`). Before an optimizer's step it
+adds a negative number that says which optimizer steps (`announcement`). So a joined rank steps when the others step,
+and not while they accumulate gradients. A sum of zero means that all ranks have joined.
+* Without messages, if every joinable counts the live ranks in messages that it sends anyway (`CountingJoinHook`).
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ PATIENCE = 1000
 
 
 class CountingJoinHook(JoinHook, ABC):
-    """A hook whose own communication tells how many ranks are live, so that `Join` needs no messages.
+    """A hook that learns from its own communication how many ranks are live, so that `Join` needs no messages.
 
-    Every live rank counts for one in what travels with its gradients anyway, a joined rank for zero, and every rank
-    learns the sum in every iteration.
+    In a message that travels with the gradients anyway, every live rank adds one and every joined rank adds zero. So
+    every rank learns the number of live ranks in every iteration.
     """
 
     @abstractmethod
     def shadow(self) -> int:
-        """Take part in one iteration of the live ranks, with nothing to add. Returns how many of them there were.
+        """Takes part in one iteration of the live ranks and adds nothing. Returns how many ranks were live.
 
-        At zero nobody trains any more: every rank gets zero in the same call, and nothing may have changed. With
-        ``throw_on_early_termination`` it must return as soon as it has counted, because there the live ranks raise (see
-        `raise_if_joined`) and go no further.
+        If the number is zero, no rank trains any more. All ranks get zero in the same call, and the call must have
+        changed nothing. With ``throw_on_early_termination`` the hook must return as soon as it has counted, because the
+        live ranks then raise (see `raise_if_joined`) and go no further.
         """
 
     def main_hook(self) -> None:
-        """One iteration, when other joinables of the `Join` need messages."""
+        """One iteration, for a `Join` in which other joinables need messages."""
         self.shadow()
 
 
 class LendingJoinHook(JoinHook):
-    """A hook that gets, by its own messages, what the live ranks step with."""
+    """A hook that gets the options and gradients of the live ranks by messages of its own."""
 
 
 class _Config(JoinConfig):
-    """What torch's code reads, and what Shoal's may ask for.
+    """The settings that torch's code reads, and further ones for Shoal's code.
 
     Attributes:
-        models: those that are to be told of this joinable's heartbeats.
-        all_live: whether nobody had joined at the step that this joinable has announced last.
+        models: the models to tell of this joinable's heartbeats.
+        all_live: returns whether no rank had joined at this joinable's last announcement.
     """
 
     models: Sequence[DistributedDataParallel] = ()
@@ -81,21 +81,25 @@ class _Config(JoinConfig):
 
 
 def all_live_of(joinable: Joinable) -> Callable[[], bool] | None:
-    """What says whether anybody had joined at the last announcement of this optimizer; None if it announces nothing."""
+    """A function that returns whether no rank had joined at this optimizer's last announcement; None if it announces
+    nothing.
+    """
     found: Callable[[], bool] | None = getattr(join_config_of(joinable), "all_live", None)
     return found
 
 
 def raise_if_joined(joinable: Joinable, live: int, ranks: int) -> None:
-    """Where a live rank that counted without messages raises, as torch's heartbeat would.
+    """Raises on a live rank if a rank has joined, as torch's heartbeat would. For joinables that count without
+    messages.
 
     Args:
-        joinable: what counted; in a `Join` or not.
-        live: ranks that had inputs of their own in this iteration.
+        joinable: the joinable that has counted, in a `Join` or not.
+        live: number of ranks that had inputs of their own in this iteration.
         ranks: size of the process group.
 
     Raises:
-        RuntimeError: it is in a `Join` with ``throw_on_early_termination``, and a rank has run out.
+        RuntimeError: if the joinable is in a `Join` with ``throw_on_early_termination``, and a rank has run out of
+            inputs.
     """
     config = join_config_of(joinable)
     if config.enable and config.throw_on_early_termination and live < ranks:
@@ -103,19 +107,19 @@ def raise_if_joined(joinable: Joinable, live: int, ranks: int) -> None:
 
 
 def announcement(order: int, ranks: int) -> float:
-    """What each live rank adds to the message that says that the optimizer of this order (0, 1, …) steps."""
+    """The number that each live rank adds to the message which says that optimizer number ``order`` (0, 1, …) steps."""
     return -(1.0 + order * (ranks + 1))
 
 
 def read_announcement(message: float, ranks: int) -> tuple[int, int]:
-    """From the sum of announcements: the optimizer's order, and how many ranks are live."""
+    """The number of the optimizer that steps and the number of live ranks, from the sum of announcements."""
     total = round(-message)
     live = total % (ranks + 1)  # at most `ranks`; the rest of the sum is a multiple of ranks + 1
     return total // (live * (ranks + 1)), live
 
 
 class Join:
-    """Train although ranks have unequal numbers of inputs, or none: a drop-in for torch's `Join`.
+    """Trains with uneven inputs: ranks may have unequal numbers of inputs, or none. A drop-in for torch's `Join`.
 
     ::
 
@@ -125,36 +129,42 @@ class Join:
                 model(batch).sum().backward()
                 optimizer.step()
 
-    A rank that leaves the block shadows the collectives of the others with the main hooks of the joinables until all
-    have left; then each post hook runs. An exception in the block goes to the caller at once, and no hook runs.
+    A rank that leaves the block shadows the collectives of the other ranks, by the main hooks of the joinables, until
+    all ranks have left. Then each post hook runs. An exception in the block goes to the caller at once, and no hook
+    runs.
 
-    Beyond torch's:
+    Beyond torch's `Join`:
 
-    * Joinables that are optimizers (Shoal's `ZeroRedundancyOptimizer`, torch's) are shadowed when the others step them:
-      gradient accumulation with `no_sync`, steps left out, and optimizers in any place of the list do not hang.
-    * A joined rank steps its shard with the options and the gradients with which the live ranks step theirs, clipped if
-      they are. (In torch's `Join` it steps with its own last gradients again and again.)
-    * After the block joinables are as before: no messages, and the mean is over all ranks again. The options of sharded
-      optimizers are those of a rank that joined last, wherever schedulers have left the others.
-    * Schedulers and gradient scalers in the list take their counts from a rank that joined last, and the schedulers'
-      optimizers its options: what is stepped for every batch would stay behind.
-    * When all joinables are Shoal's with Shoal's own gradient reduction, there are no messages (`CountingJoinHook`).
+    * Joined ranks shadow an optimizer (Shoal's `ZeroRedundancyOptimizer` or torch's) exactly when the live ranks step
+    it. So nothing hangs if a script accumulates gradients with `no_sync` or skips steps, or has the optimizers at any
+    place of the list.
+    * A joined rank steps its shard with the options and gradients of the live ranks, clipped if theirs are. (In torch's
+    `Join` it steps with its own last gradients again and again.)
+    * After the block the joinables are as before: they send no messages of `Join`, and gradients are divided by the
+    number of all ranks again. Sharded optimizers have, on every rank, the options of a rank that joined last, wherever
+    schedulers have left those of the others.
+    * Schedulers and gradient scalers in the list take, on every rank, the counts of a rank that joined last. The
+    schedulers' optimizers take its options. Without this, schedulers and scalers that are stepped for every batch would
+    stay behind on ranks with fewer inputs.
+    * There are no messages if all joinables are Shoal's and use Shoal's own gradient reduction (`CountingJoinHook`).
 
     Args:
-        joinables: all that makes collectives in an iteration, in the order in which they do. Hooks run in this order.
-            And schedulers and a `GradScaler`, in any place.
-        enable: False turns it off, for inputs known to be even.
-        throw_on_early_termination: when the first rank has run out, raise on every rank, in the same iteration, instead
-            of shadowing; for models with collectives of their own, such as SyncBatchNorm.
+        joinables: all objects that make collectives in an iteration (models, sharded optimizers), in the order of their
+            collectives. The hooks run in this order. Schedulers and a `GradScaler` may be at any place.
+        enable: False switches `Join` off, for inputs known to be even. Default: True.
+        throw_on_early_termination: when the first rank has run out of inputs, raise on every rank in the same
+            iteration, instead of shadowing. For models with collectives of their own, such as SyncBatchNorm. Default:
+            False.
         kwargs: passed to every joinable's `join_hook`. `DistributedDataParallel` and Shoal's `ZeroRedundancyOptimizer`
-            take ``divide_by_initial_world_size`` (default True: gradients are divided by the number of ranks; False: by
-            the number of live ones).
+            take ``divide_by_initial_world_size``. If True (the default), gradients are divided by the number of all
+            ranks; if False, by the number of live ranks.
 
     Raises:
-        TypeError: something in the list is no joinable, no scheduler and no `GradScaler`.
-        ValueError: no joinables, or joinables of different process groups; on leaving the block, if the state of a
-            scheduler has not as many numbers on all ranks.
-        RuntimeError: in the block or on leaving it, with ``throw_on_early_termination``.
+        TypeError: if an object in the list is no joinable, no scheduler and no `GradScaler`.
+        ValueError: if there are no joinables, or if they are of different process groups. On leaving the block: if the
+            state of a scheduler holds more or fewer numbers on one rank than on another.
+        RuntimeError: with ``throw_on_early_termination``, in the block or on leaving it, if a rank has run out of
+            inputs before another.
     """
 
     def __init__(
@@ -187,14 +197,14 @@ class Join:
 
         counting = [isinstance(hook, CountingJoinHook) for hook in self._hooks]
         self._needs_messages = not all(counting)
-        # Optimizers announce their steps, if these are to be shadowed; to all others the heartbeat speaks.
+        # Optimizers announce their steps, if their hooks shadow steps. All other joinables follow the heartbeat.
         optimizers = [
             n for n, joinable in enumerate(self._joinables) if isinstance(joinable, Optimizer) and not counting[n]
         ]
         self._announced = [n for n in optimizers if type(self._hooks[n]).main_hook is not JoinHook.main_hook]
         self._heard = [n for n in range(len(self._joinables)) if n not in optimizers]
         self._models = [joinable for joinable in joinables if isinstance(joinable, DistributedDataParallel)]
-        # Shoal's own optimizers lend by themselves, in torch's Join too.
+        # Shoal's own optimizers lend options and gradients by themselves, in torch's Join too.
         self._companions = {
             n: Companion(optimizer, self._group, self._device)
             for n in self._announced
@@ -206,16 +216,20 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> dist.Work | None:
-        """Tell the joined ranks that this rank begins an iteration; a joinable calls it before its first collective.
+        """Tells the joined ranks that this rank begins an iteration. A joinable calls this before its first collective.
 
-        Of all joinables of a `Join` only one sends something. It is torch's own, and works in torch's `Join` too.
+        Only one of the joinables of a `Join` sends a message. This is torch's own method, and works in torch's `Join`
+        too.
+
+        Args:
+            joinable: the joinable that begins an iteration; it need not be in a `Join`.
 
         Returns:
-            The handle of the heartbeat, an asynchronous all-reduce whose result is the number of live ranks; None if
+            The handle of the heartbeat, an asynchronous all-reduce whose result is the number of live ranks. None if
             this joinable sends none.
 
         Raises:
-            RuntimeError: a rank has run out, with ``throw_on_early_termination``.
+            RuntimeError: with ``throw_on_early_termination``, if a rank has run out of inputs.
         """
         work: dist.Work | None = TorchJoin.notify_join_context(joinable)
         for model in getattr(join_config_of(joinable), "models", ()):
@@ -255,7 +269,9 @@ class Join:
                 hand_over(self._stepped, self._group, self._device, was_last=is_last)
 
     def _lead(self, model: Any) -> RemovableHandle:
-        """Lets Join, and not `model` itself, send its heartbeats: so every model is told how many ranks are live."""
+        """Makes `Join`, and not `model` itself, send the model's heartbeats, so that every model learns the number of
+        live ranks.
+        """
         config = join_config_of(model)
         set_join_config(model, _Config(config.enable, config.throw_on_early_termination, is_first_joinable=False))
         heart: Any = SimpleNamespace(join_device=self._device, join_process_group=self._group)
@@ -277,7 +293,7 @@ class Join:
             return None
 
         def evaluate() -> Any:
-            # It runs the model, whose heartbeat and gradients come first.
+            # The closure runs the model, whose heartbeat and gradients come before the announcement.
             loss = closure()
             self._announce(order)
             return loss
@@ -295,7 +311,7 @@ class Join:
                 raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
 
     def _all_live(self) -> bool:
-        """Whether nobody had joined when the last step was announced."""
+        """Whether no rank had joined when the last step was announced."""
         assert self._announcement is not None
         message, work = self._announcement
         work.wait()
@@ -304,7 +320,7 @@ class Join:
     # --- a rank that has joined --------------------------------------------------------------------
 
     def _follow_messages(self) -> bool:
-        """Shadow what is announced until nobody is live. Returns whether this rank was among the last to join."""
+        """Shadows what live ranks announce until none is live. Returns whether this rank was among the last to join."""
         heartbeats = messages = 0
         while True:
             message = torch.zeros(1, device=self._device)
@@ -336,7 +352,7 @@ class Join:
         return messages == 0
 
     def _follow_counts(self) -> bool:
-        """Shadow until a hook has counted no live ranks. Returns whether this rank was among the last to join."""
+        """Shadows until a hook counts no live ranks. Returns whether this rank was among the last to join."""
         shadowed = 0
         for hook in cycle(self._hooks):
             assert isinstance(hook, CountingJoinHook)

@@ -1,4 +1,4 @@
-"""What sharded optimizers that are not Shoal's lack in a `Join`: the options and gradients of the live ranks."""
+"""Gives joined ranks the options and gradients of live ranks, for sharded optimizers that are not Shoal's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from shoal.sharding.option_numbers import numbers_of, take_numbers
 
 
 class Companion:
-    """Gives what the first live rank steps with to those that have joined. All ranks call the same methods.
+    """Gives the options and gradients of the first live rank to the ranks that have joined. All ranks call the same
+    methods.
 
     Args:
-        optimizer: with all parameters in its groups, on every rank.
+        optimizer: an optimizer that has all parameters in its groups, on every rank.
         group: the process group.
-        device: where messages lie.
+        device: the device of the messages.
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -26,7 +27,9 @@ class Companion:
 
     @torch.no_grad()
     def share_step(self, *, live: bool) -> None:
-        """Before a step: a joined rank takes the options, and the gradients as they are now, clipped or scaled."""
+        """Before a step: a joined rank takes the options, and the gradients in their present state (clipped,
+        scaled).
+        """
         leader = first_of(live, self._group, self._device)
         if leader is None:
             return
@@ -46,7 +49,7 @@ class Companion:
                 param.grad = torch.empty_like(param).copy_(lent)
 
     def share_options(self, *, was_last: bool) -> None:
-        """When all have joined: all take the options of one that joined last."""
+        """After all ranks have joined: all take the options of a rank that joined last."""
         leader = first_of(was_last, self._group, self._device)
         if leader is not None:
             self._take_options(leader, take=not was_last)
@@ -62,7 +65,7 @@ class Companion:
 
 
 def first_of(mine: bool, group: dist.ProcessGroup | None, device: torch.device) -> int | None:
-    """The first rank that says yes; all say."""
+    """The lowest rank whose ``mine`` is true, or None. All ranks call this."""
     answer = torch.full((1,), float(mine), device=device)
     answers = [torch.empty_like(answer) for _ in range(dist.get_world_size(group))]
     dist.all_gather(answers, answer, group=group)

@@ -1,4 +1,6 @@
-"""What makes no collectives in an iteration, and yet must not stay behind in a `Join`: schedulers, gradient scalers."""
+"""Brings schedulers and gradient scalers up to date after a `Join`. They make no collectives, so no hook shadows
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,18 @@ from shoal.sharding.join_optimizer import first_of
 from shoal.sharding.option_numbers import numbers_of, take_numbers, with_numbers
 
 Stepped = LRScheduler | GradScaler
-"""What a loop steps for every batch. What it counts are numbers of its state dict; the rest is equal on all ranks."""
+"""An object that a loop steps for every batch. Its counts are numbers in its state dict; the rest is equal on all
+ranks.
+"""
 
 
 def hand_over(
     stepped: Sequence[Stepped], group: dist.ProcessGroup | None, device: torch.device, *, was_last: bool
 ) -> None:
-    """When all have joined: all take the counts of the first rank that joined last. All ranks call it.
+    """After all ranks have joined: all take the counts of the first rank that joined last. All ranks call this.
 
-    And the options of the optimizers that schedulers step: these go on from the rate that they find there. `Join` may
-    know nothing of the optimizer, which every rank may have whole.
+    They also take the options of the optimizers that schedulers step, because a scheduler goes on from the rate that it
+    finds there. `Join` may not know such an optimizer, for example one that every rank has whole.
 
     Raises:
         ValueError: on all ranks, if a rank's state holds more or fewer numbers than the leader's.
@@ -38,8 +42,8 @@ def hand_over(
         other = first_of(numbers.numel() != int(size), group, device)
         if other is not None:
             raise ValueError(
-                f"the state of {type(each).__name__} has not as many numbers on rank {other} as on rank {leader}: "
-                "Join can set what a scheduler counts, not what it collects"
+                f"the state of {type(each).__name__} holds more or fewer numbers on rank {other} than on rank "
+                f"{leader}: Join can set a scheduler's counts, but not lists that grow"
             )
         dist.broadcast(numbers, group=group, group_src=leader)
         if not was_last:

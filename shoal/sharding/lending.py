@@ -1,4 +1,4 @@
-"""What a rank without inputs needs to step its share: the options and gradients of those that have some."""
+"""Gives a rank without inputs the options and gradients of a live rank, which it needs to step its share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.sharding.partition import Slice
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What a joined rank got for one step.
+    """The gradients that a joined rank got for one step.
 
     Attributes:
-        gradients: of its slices.
-        updated: the buckets that the live ranks will gather.
+        gradients: the gradients of this rank's slices; None for a slice without one.
+        updated: the numbers of the buckets that the live ranks will gather.
     """
 
     gradients: dict[Slice, Tensor | None]
@@ -31,20 +31,21 @@ class Lent:
 def lend(
     communication: Communication, parameters: Parameters, groups: Groups, all_live: Callable[[], bool] | None
 ) -> Finish:
-    """In a `Join`, on a live rank before its step: takes note of the options, and begins to ask who has joined.
+    """In a `Join`, on a live rank before its step: notes the options, and begins to ask which ranks have joined.
 
-    While all are live at most a small header is sent, and the local optimizer may step before anybody waits. Gradients
-    must be equal on all live ranks.
+    While all ranks are live, this sends a small header at most, and the local optimizer may step before any rank waits.
+    Gradients must be equal on all live ranks.
 
     Args:
-        communication: of the process group.
-        parameters: with the gradients.
+        communication: the messages of the process group.
+        parameters: the parameters, with their gradients.
         groups: the parameter groups.
-        all_live: says, on all ranks alike, that nobody has joined, so that nobody need ask; waits as long as it must.
+        all_live: returns, equally on all ranks, whether no rank has joined, so that no rank need ask. It may wait. None
+            to ask.
 
     Returns:
-        To be called after the local step and before the parameters are gathered: the first live rank then sends its
-        options and gradients to those that have joined.
+        A function to call after the local step and before the parameters are gathered. In it, the first live rank sends
+        its options and gradients to the ranks that have joined.
     """
     header = _header(parameters, groups, live=True)
     asked = communication.exchange(header) if all_live is None else None
@@ -64,9 +65,10 @@ def lend(
 
 
 def borrow(communication: Communication, parameters: Parameters, groups: Groups) -> Lent | None:
-    """On a rank that has joined, at the same time: what the first live one lends; None if none is live.
+    """On a rank that has joined, while the live ranks `lend`: the gradients from the first live rank; None if none is
+    live.
 
-    The groups take its options.
+    The parameter groups take that rank's options.
     """
     headers = communication.exchange(_header(parameters, groups, live=False))()
     alive, _ = _alive_and_joined(headers)
@@ -91,9 +93,9 @@ def borrow(communication: Communication, parameters: Parameters, groups: Groups)
 
 
 def agree(communication: Communication, groups: Groups, *, was_last: bool) -> None:
-    """After a `Join`: all take the options of a rank that joined last.
+    """After a `Join`: all ranks take the options of a rank that joined last.
 
-    A joined rank has those of the last step, and a scheduler may have gone on after it.
+    A joined rank has the options of the last step, and a scheduler may have changed them on the live ranks after it.
     """
     flag = torch.tensor([was_last], dtype=torch.float64, device="cpu")
     headers = communication.exchange(torch.cat([flag, numbers_of(groups)]))()

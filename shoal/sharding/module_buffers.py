@@ -1,4 +1,4 @@
-"""Buffers of modules (BatchNorm's statistics), which one rank gives to all others, as DDP does."""
+"""Buffers of modules (BatchNorm's statistics), which one rank sends to all others, as DDP does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.sharding.partition import Share, Slice, parcels_of
 
 
 class ModuleBuffers:
-    """The buffers that a module has when they are shared.
+    """The buffers of a module, those that it has at the moment of sharing.
 
     Args:
         module: the module; None for no buffers.
 
     Raises:
-        ValueError: if a buffer does not fill its memory.
+        ValueError: if a buffer has holes or overlap in its memory.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -33,7 +33,7 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def share(self, communication: Communication, owner: int) -> None:
-        """Gives the buffers of rank ``owner`` to all ranks."""
+        """Sends the buffers of rank ``owner`` to all ranks."""
         if self._module is None:
             return
         alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""The options of parameter groups: shared between two optimizers, and as numbers for other ranks."""
+"""The options of parameter groups: copied from one optimizer to another, and as numbers for other ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ Groups = Sequence[dict[str, Any]]
 
 
 def copy_options(source: Groups, target: Groups) -> None:
-    """Copies the options of each group of ``source`` to the group of ``target`` in the same place."""
+    """Copies the options of each group of ``source`` to the group of ``target`` at the same place."""
     for giving, taking in zip(source, target, strict=True):
         taking.update({name: value for name, value in giving.items() if name not in _NOT_OPTIONS})
 
 
 def numbers_of(groups: Groups | dict[str, Any]) -> Tensor:
-    """Collects the numbers in parameter groups, or in a scheduler's state dict, as one float64 vector.
+    """Collects the numbers in parameter groups, or in a scheduler's state dict, as one float64 vector on the CPU.
 
-    Numbers in tensors of one element, in sequences and in dictionaries count too. Groups with equal keys have the
-    numbers in equal places. Everything that a scheduler changes is among them. Booleans are not: they choose kernels.
+    It includes numbers in tensors of one element, in sequences and in dictionaries. Groups with equal keys have their
+    numbers at equal places. The vector has everything that a scheduler changes. Booleans are left out: they choose
+    kernels.
     """
     return torch.tensor([float(value) for value in _leaves(groups)], dtype=torch.float64, device="cpu")
 
 
 def take_numbers(groups: Groups, numbers: Tensor) -> None:
-    """Sets the options to the numbers that :func:`numbers_of` gave on a rank with equal groups. Tensors are written
-    in place."""
+    """Sets the options to the numbers that :func:`numbers_of` returned on a rank with equal groups. Writes to tensors
+    in place.
+    """
     for group, taken in zip(groups, with_numbers(groups, numbers), strict=True):
         for name, value in taken.items():
             if isinstance(value, Tensor):
@@ -41,9 +43,9 @@ def take_numbers(groups: Groups, numbers: Tensor) -> None:
 
 
 def with_numbers(value: Any, numbers: Tensor) -> Any:
-    """A copy of groups or of a state dict with the numbers that :func:`numbers_of` gave on another rank.
+    """A copy of groups or of a state dict, with the numbers that :func:`numbers_of` returned on another rank.
 
-    Tensors with numbers are new ones: a scheduler that holds others has one tensor in several places.
+    Tensors with numbers are new objects, because one tensor can be at several places of a scheduler's state.
     """
     return _replaced(value, iter(numbers.tolist()))
 
@@ -73,7 +75,7 @@ def _replaced(value: Any, values: Iterator[float]) -> Any:
         items = [_replaced(item, values) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        taken = copy(value)  # of its own class: the milestones of a scheduler are a Counter
+        taken = copy(value)  # keeps the class: the milestones of a scheduler are a Counter
         for name in _names(value):
             taken[name] = _replaced(value[name], values)
         return taken

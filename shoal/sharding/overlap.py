@@ -1,6 +1,6 @@
 """Stepping inside DDP's backward pass: communication hooks that step each bucket once its gradients are reduced.
 
-Without ``from __future__ import annotations``, because DDP compares a hook's annotations with the types.
+This file does without ``from __future__ import annotations``, because DDP compares a hook's annotations with types.
 """
 
 from collections.abc import Callable
@@ -27,21 +27,24 @@ Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 def hook_with_zero_step(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """A communication hook for ``ddp`` that reduces with ``hook`` and, when backward is done, steps ``zero``.
+    """A communication hook for ``ddp`` that reduces gradients by ``hook``, and steps ``zero`` at the end of backward.
 
-    Buckets are stepped in the order of their reductions, and the parameters of each are on their way to the other ranks
-    while the next are stepped. ``zero.step()`` then does nothing, and need not be called. On every backend; from the
-    first backward pass on; options may change between passes.
+    The hook steps the buckets in the order of their reductions. While it steps a bucket, the parameters of earlier
+    buckets are on their way to the other ranks. ``zero.step()`` then does nothing and need not be called. The hook
+    works on every backend and from the first backward pass on. Options may change between passes.
 
-    Every parameter in DDP's buckets is stepped: one that is not used in a pass has a gradient of zero
-    (``find_unused_parameters`` does not change that). All backward passes step, so accumulate in ``ddp.no_sync()``.
-    In a `Join` of the model (and, if you like, the optimizer) joined ranks step their share with the others.
+    Every parameter in DDP's buckets is stepped. One that a pass does not use has a gradient of zero, with
+    ``find_unused_parameters`` too. Every backward pass makes a step, so accumulate gradients in ``ddp.no_sync()``. In a
+    `Join` of the model, with or without the optimizer in its list, joined ranks step their share with the others.
 
     Args:
-        hook: reduces one bucket: ``allreduce_hook`` and the like of ``torch.distributed``.
-        ddp: the model, on which the result is to be registered: ``ddp.register_comm_hook(None, …)``.
-        zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: as torch's; buckets are divided over all ranks in any case.
+        hook: reduces one bucket, as ``allreduce_hook`` and other hooks of ``torch.distributed`` do.
+        ddp: the model on which the result is to be registered, by ``ddp.register_comm_hook(None, …)``.
+        zero: an optimizer made with ``overlap_with_ddp=True``.
+        shard_buckets: accepted for compatibility with torch's function. Buckets are divided over all ranks in any case.
+
+    Returns:
+        The hook.
 
     Raises:
         ValueError: if ``zero`` was made without ``overlap_with_ddp``, or for another process group.
@@ -66,9 +69,10 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """As `hook_with_zero_step`, but each bucket is stepped as soon as it is reduced, while backward goes on.
+    """As `hook_with_zero_step`, but steps each bucket as soon as it is reduced, while backward goes on.
 
-    Better where communication is fast and processors are free; the other one where they are not.
+    Use this one if communication is fast and processors are idle during backward, and `hook_with_zero_step` if not.
+    Arguments, result and errors are the same.
     """
     overlap = _Overlap(zero, ddp)
 
@@ -80,7 +84,7 @@ def hook_with_zero_step_interleaved(
 
 
 class _Overlap:
-    """One step, bucket by bucket, in whatever order and thread their reductions end."""
+    """One step, bucket by bucket, in whatever order and on whatever thread their reductions end."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
         if not zero.overlap_with_ddp:
@@ -90,18 +94,20 @@ class _Overlap:
         self._zero, self._ddp = zero, ddp
         self._sharded = zero.sharded_step
         self._lock = Lock()
-        self._buckets: int | None = None  # of this pass, once the last is known
+        self._buckets: int | None = None  # number of buckets of this pass, once the last is known
         self._stepped = 0
         self._sending: list[Finish] = []
         self._parcels: dict[tuple[int, ...], list[Parcel]] = {}
 
     def step(self, bucket: dist.GradBucket, reduced: Any, *, live: bool) -> Tensor:
-        """Steps the parameters of a bucket with its reduced gradients; the last waits until all ranks have all.
+        """Steps the parameters of a bucket with its reduced gradients. The last bucket waits until all ranks have all
+        parameters.
 
         Args:
-            bucket: of DDP.
-            reduced: what its reduction gave.
-            live: whether this rank has inputs of its own; those without take the options of those with (see `Join`).
+            bucket: a bucket of DDP.
+            reduced: the result of its reduction.
+            live: whether this rank has inputs of its own. Ranks without inputs take the options of those that have some
+                (see `Join`).
         """
         buffer = bucket.buffer()
         result: Tensor = reduced if isinstance(reduced, Tensor) else reduced[0]
@@ -158,7 +164,7 @@ class _Overlap:
         if chosen not in self._parcels:
             self._parcels[chosen] = self._parcels_for(set(chosen))
         tensors = {number: flat(params[number]) for number in chosen}
-        # A tag for each bucket: their reductions may end in another order on another rank.
+        # Each bucket has its own tag, because reductions may end in another order on another rank.
         tag = OVERLAP + bucket.index()
         self._sending += [sharded.communication.share(parcel, tensors, tag) for parcel in self._parcels[chosen]]
 

@@ -1,4 +1,4 @@
-"""The parameters of all groups: where they lie, how they are divided, and how they come back to all ranks."""
+"""The parameters of all groups: where they lie, how they are divided, and how they get back to all ranks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from shoal.sharding.partition import (
 
 
 class Parameters:
-    """All parameters, in buckets, each divided over the ranks.
+    """All parameters, in buckets, each bucket divided over the ranks.
 
     Args:
-        ranks: how many share.
+        ranks: number of ranks.
         cut: whether shares may begin and end inside a parameter.
-        flat_buffers: move each bucket into memory of its own, so that a rank's share of it is one stretch.
+        flat_buffers: move each bucket into memory of its own, so that a rank's share of it is one contiguous stretch.
 
     Attributes:
-        params: of all groups, in order; slices count through them.
-        buckets: in about the order in which backward finishes them.
+        params: the parameters of all groups, in order. The numbers in slices are indices into it.
+        buckets: about in the order in which backward finishes them.
         loads: the bytes of parameters that each rank owns.
     """
 
@@ -51,7 +51,7 @@ class Parameters:
         self._parcels: list[list[Parcel]] = []
 
     def add(self, groups: Sequence[Sequence[Tensor]], rank: int) -> list[list[Slice]]:
-        """Divides the parameters of new groups; what was there stays where it is.
+        """Divides the parameters of new groups over the ranks. Earlier parameters keep their owners.
 
         Returns:
             The slices of ``rank``, group by group, in the order of parameters.
@@ -92,7 +92,7 @@ class Parameters:
             owners |= deal_greedily(self._sizes, group, self.loads)
         buckets = []
         for params in buckets_of(self._sizes, numbers):
-            # By owner, so that each share is one stretch of a flat buffer.
+            # Sorted by owner, so that each share is one stretch of a flat buffer.
             params = tuple(sorted(params, key=lambda number: owners[number]))
             buckets.append(Bucket(params, whole_shares(self._sizes, params, owners, len(self.loads))))
         return buckets
@@ -108,7 +108,7 @@ class Parameters:
         entries = buffer.layout.entries
         starts = dict(zip(bucket.params, (entry.span.start for entry in entries), strict=True))
         for param, old, entry in zip(params, before, entries, strict=True):
-            if is_dense(old) and not old.is_contiguous():  # such as channels_last, for which kernels are chosen
+            if is_dense(old) and not old.is_contiguous():  # such as channels_last, by which torch chooses kernels
                 param.data = shaped_like(buffer.flat[0][entry.span.slice], old).copy_(old)
         self._views.append({number: self.params[number].detach() for number in bucket.params})
         shares: list[Share] = []
@@ -119,7 +119,7 @@ class Parameters:
         self._parcels.append(parcels_of(shares, itemsize))
 
     def follow(self) -> None:
-        """Brings parameters that someone gave other memory (``param.data = …``) back into the flat buffers."""
+        """Brings parameters back into the flat buffers if user code gave them other memory (``param.data = …``)."""
         if self._flat_buffers is None:
             return
         with torch.no_grad():
@@ -131,12 +131,12 @@ class Parameters:
                         param.data = view
 
     def gather(self, communication: Communication, chosen: Iterable[int]) -> None:
-        """Brings the shares of some buckets from their owners to all ranks.
+        """Sends the shares of some buckets from their owners to all ranks.
 
         Args:
-            communication: of the process group.
-            chosen: the buckets' numbers, equal on all ranks. An iterator may update each bucket before it gives its
-                number: others are on their way meanwhile.
+            communication: the messages of the process group.
+            chosen: the buckets' numbers, equal on all ranks. An iterator may update each bucket just before it yields
+                its number, while earlier buckets are on their way.
         """
         run_in_window(
             partial(communication.share, parcel, memory)
@@ -146,19 +146,19 @@ class Parameters:
         )
 
     def _memory(self, number: int) -> dict[int, Tensor]:
-        """What the slices of a bucket's parcels count in."""
+        """The tensors, by number, to which the slices of a bucket's parcels refer."""
         if self._flat_buffers is not None:
             return {0: self._flat_buffers[number].flat[0]}
         return {n: flat(self.params[n]) for n in self.buckets[number].params}
 
     def spread(self, communication: Communication, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Brings these groups' values from rank 0 to all ranks."""
+        """Sends the values of these groups from rank 0 to all ranks."""
         for param in (param for group in groups for param in group):
             parcels = parcels_of([(Slice(0, Span(0, param.numel())),)], param.itemsize)
             run_in_window(partial(communication.share, parcel, {0: flat(param)}) for parcel in parcels)
 
     def updated(self) -> list[int]:
-        """The buckets in which a step may change something: with parameters that train or have a gradient."""
+        """The buckets in which a step may change something: those with a parameter that requires or has a gradient."""
         return [
             number
             for number, bucket in enumerate(self.buckets)

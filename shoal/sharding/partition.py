@@ -1,8 +1,9 @@
-"""Who owns what: parameters cut into one share per rank. Pure: sizes in, shares out, the same on every rank.
+"""Which rank owns which elements: parameters cut into one share per rank. Pure functions with equal results on every
+rank.
 
 The elements of a parameter are counted in the order of its memory. Parameters are gathered into *buckets* of one dtype
-and device, and each bucket is cut into one share per rank: so every message of a bucket is spread over all ranks, and
-communication bucket by bucket keeps them all busy.
+and device. Each bucket is cut into one share per rank, so the messages of a bucket are spread over all ranks, and
+communication bucket by bucket keeps all ranks busy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 from shoal.flat import Span
 
 ALIGNMENT: Final = 64
-"""Bytes. A parameter is cut only at multiples of it: a cache line, and the widest vector registers."""
+"""Bytes. A parameter is cut only at multiples of this, the size of a cache line and of the widest vector registers."""
 
 BUCKET_BYTES: Final = 25 * 2**20
 """A bucket is full when the next parameter would exceed this; a larger parameter is a bucket of its own."""
@@ -25,12 +26,14 @@ PARCEL_BYTES: Final = 2**22
 """The largest message."""
 
 DIRECT_BYTES: Final = 2**17
-"""From this size on a slice is a message of its own, straight from and into its memory; smaller ones are packed."""
+"""Bytes. From this size on a slice is a message of its own, sent from and received into its memory. Smaller slices are
+packed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What partitioning needs to know of a parameter. Only parameters of equal ``place`` share a bucket."""
+    """The properties of a parameter that partitioning needs. Only parameters with equal ``place`` share a bucket."""
 
     numel: int
     itemsize: int
@@ -44,14 +47,14 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The elements ``span`` of tensor number ``tensor`` of some list, in the order of its memory."""
+    """The elements ``span``, in the order of memory, of the tensor at index ``tensor`` of a list of tensors."""
 
     tensor: int
     span: Span
 
 
 Share = tuple[Slice, ...]
-"""What one rank owns of a bucket, in the bucket's order."""
+"""The slices of a bucket that one rank owns, in the bucket's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One message about what ``owner`` owns, at most `PARCEL_BYTES`: several slices packed, or one in place."""
+    """One message of at most `PARCEL_BYTES` with values that ``owner`` owns: several slices packed, or one slice in
+    place.
+    """
 
     owner: int
     slices: Share
@@ -76,12 +81,12 @@ class Parcel:
 
 
 def buckets_of(sizes: Sequence[Size], numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Gathers parameters into buckets, the last first: about the order in which backward finishes them.
+    """Gathers parameters into buckets, the last parameters first: about the order in which backward finishes them.
 
-    Within a bucket parameters are in their own order.
+    Within a bucket the parameters are in their own order.
 
     Args:
-        sizes: of all parameters.
+        sizes: the sizes of all parameters.
         numbers: the parameters to gather, as indices into ``sizes``.
     """
     buckets: list[list[int]] = []
@@ -98,14 +103,15 @@ def buckets_of(sizes: Sequence[Size], numbers: Sequence[int]) -> list[tuple[int,
 
 
 def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -> tuple[Share, ...]:
-    """Cuts one bucket so that the loads of all ranks, together with what they had, are even.
+    """Cuts one bucket so that the total loads of all ranks, earlier buckets included, are even.
 
-    Every cut is the nearest possible to its ideal place, which alone would keep the loads within two `ALIGNMENT`; then
-    cuts between the most and the least loaded rank move by one place while that makes loads more even.
+    First, every cut goes to the possible place nearest to its ideal one. This alone keeps the loads within two
+    `ALIGNMENT`. Then the cuts between the most and the least loaded rank move by one place, as long as this makes the
+    loads more even.
 
     Args:
-        sizes: of all parameters.
-        params: those of the bucket, all of one itemsize.
+        sizes: the sizes of all parameters.
+        params: the parameters of the bucket, all of one itemsize.
         loads: bytes that each rank owns so far; changed to include the bucket.
     """
     ranks, itemsize = len(loads), sizes[params[0]].itemsize
@@ -115,7 +121,7 @@ def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -
     cuts, before = [0], 0
     for rank in range(1, ranks):
         before += loads[rank - 1]
-        # Half an element goes to the lower rank: of fewer elements than ranks, the first rank has one.
+        # Half an element is rounded to the lower rank: if there are fewer elements than ranks, the first rank has one.
         wanted = min(max(math.floor((load * rank / ranks - before) / itemsize + 0.5), cuts[-1]), ends[-1])
         cuts.append(max(cuts[-1], _nearest_cut(ends, wanted, unit)))
     cuts.append(ends[-1])
@@ -135,17 +141,17 @@ def cut_evenly(sizes: Sequence[Size], params: Sequence[int], loads: list[int]) -
 
 
 def deal_greedily(sizes: Sequence[Size], numbers: Sequence[int], loads: list[int]) -> dict[int, int]:
-    """Gives whole parameters to ranks: the largest first, each to the rank with the least so far.
+    """Assigns whole parameters to ranks: the largest first, each to the rank with the fewest bytes so far.
 
-    Sorted greedy scheduling, as torch's `ZeroRedundancyOptimizer` does it within each parameter group.
+    This is sorted greedy scheduling, as torch's `ZeroRedundancyOptimizer` does it within each parameter group.
 
     Args:
-        sizes: of all parameters.
+        sizes: the sizes of all parameters.
         numbers: the parameters of one group.
         loads: bytes that each rank owns so far; changed to include the group.
 
     Returns:
-        The owner of each parameter, in the order in which they were given away.
+        The owner of each parameter, in the order of assignment.
     """
     owners = {}
     for number in sorted(numbers, key=lambda number: sizes[number].nbytes, reverse=True):
@@ -204,7 +210,9 @@ def _nearest_cut(ends: Sequence[int], wanted: int, unit: int) -> int:
 
 
 def _move_cuts(ends: Sequence[int], cuts: Sequence[int], giver: int, taker: int, unit: int) -> list[int]:
-    """Moves all cuts between two ranks to the next possible place, so that the one gives and the other takes."""
+    """Moves all cuts between two ranks to the next possible place, so that ``giver`` has less and ``taker`` has
+    more.
+    """
     moved = list(cuts)
     if giver < taker:
         for at in range(giver + 1, taker + 1):
@@ -227,7 +235,7 @@ def _place_after(ends: Sequence[int], cut: int, unit: int) -> int:
 
 
 def _spread(loads: Sequence[int]) -> int:
-    """Falls with every move that makes loads more even."""
+    """The sum of squares: it falls with every move that makes loads more even."""
     return sum(load * load for load in loads)
 
 

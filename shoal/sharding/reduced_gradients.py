@@ -1,4 +1,4 @@
-"""Gradients that are reduced here, to their owners; in a `Join` the count of live ranks travels with them."""
+"""Gradients that Shoal reduces, to their owners. In a `Join` the count of live ranks travels with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.sharding.partition import Slice
 from shoal.sharding.reduction import Reduction
 from shoal.sharding.sharded_step import ShardedStep
 
-# What the first live rank tells those that have joined to do with the reduced gradients.
+# What the joined ranks must do with the reduced gradients; the first live rank tells them.
 STEP: Final = 0.0
 CLIP: Final = 1.0
 DROP: Final = 2.0
@@ -31,11 +31,11 @@ class ReducedGradients(GradientSource):
     """Reduces gradients in every backward pass. All ranks begin with the parameters of rank 0.
 
     Args:
-        step: of the optimizer.
-        buffers: given to all ranks at the start and after every step.
+        step: the sharded step of the optimizer.
+        buffers: module buffers to send to all ranks at the start and after every step.
 
     Attributes:
-        reduction: what reduces.
+        reduction: the object that reduces.
     """
 
     are_lent = True
@@ -43,12 +43,12 @@ class ReducedGradients(GradientSource):
     def __init__(self, step: ShardedStep, buffers: ModuleBuffers) -> None:
         self._step = step
         self._buffers = buffers
-        # For joined ranks an iteration begins with the first bucket, and not with the step.
+        # For joined ranks an iteration begins with the first bucket, not with the step.
         self.reduction = Reduction(step.parameters, step.communication, step.notify_join)
 
     @torch.no_grad()
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Gives the parameters of rank 0 to all, and reduces their gradients from now on."""
+        """Sends the parameters of rank 0 to all ranks, and reduces their gradients from now on."""
         self._step.parameters.spread(self._step.communication, groups)
         self._buffers.share(self._step.communication, owner=0)
         self.reduction.watch()
@@ -61,11 +61,10 @@ class ReducedGradients(GradientSource):
         return updated
 
     def lend(self) -> None:
-        """Nothing to do: joined ranks were told before."""
+        """Nothing to do: joined ranks got options and gradients before."""
 
     def arriving(self) -> Iterator[int]:
-        """Gives gradients to the local optimizer bucket by bucket, as they arrive; yields the numbers of the
-        buckets."""
+        """Gives gradients to the local optimizer bucket by bucket, as they arrive; yields the buckets' numbers."""
         told = False
         for number in self.reduction.arriving():
             if not told:
@@ -81,21 +80,21 @@ class ReducedGradients(GradientSource):
         self._tell(STEP)
 
     def used(self) -> None:
-        """Gives buffers to all ranks, and forgets gradients."""
+        """Sends buffers to all ranks, and drops the gradients."""
         self._buffers.share(self._step.communication, owner=self.reduction.live[0])
         self.reduction.forget()
 
     def drop(self) -> None:
-        """Forgets what was reduced."""
+        """Drops the reduced gradients."""
         if self.reduction.forget():
             self._tell(DROP)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Lets gradients accumulate in ``param.grad``."""
+        """A context in which gradients accumulate in ``param.grad``."""
         return self.reduction.paused()
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Each rank scales its own gradients, by the norm of all."""
+        """Each rank scales its own gradients, by the norm of all gradients."""
         gradients, _ = self._take()
         self._tell(CLIP, max_norm, norm_type)
         return clip(gradients, max_norm, norm_type, self._step.communication, self.norm_dtype)
@@ -107,16 +106,16 @@ class ReducedGradients(GradientSource):
         return reduce(torch.promote_types, dtypes, torch.float32)
 
     def unscale(self, factor: float) -> bool:
-        """Multiplies the gradients with ``factor``; returns whether all were finite before, on all ranks."""
+        """Multiplies the gradients by ``factor``; returns whether all were finite before, on all ranks."""
         gradients, _ = self._take()
         self._tell(UNSCALE, factor)
         return unscale(gradients, factor, self._step.communication)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Takes part in reductions, and in what follows.
+        """The hook that takes part in reductions and in the steps after them.
 
         Args:
-            kwargs: of `Join`; ``divide_by_initial_world_size`` (default True) is for this hook.
+            kwargs: the arguments of `Join`; this hook reads ``divide_by_initial_world_size`` (default True).
         """
         self.reduction.divide_by_live = not kwargs.get("divide_by_initial_world_size", True)
         return CountingHook(self._step, self)
@@ -127,7 +126,7 @@ class ReducedGradients(GradientSource):
         return taken
 
     def _tell(self, what: float, first: float = 0.0, second: float = 0.0) -> None:
-        """In a `Join`, the first live rank tells joined ranks what comes next, and gives them its options."""
+        """In a `Join`, on the first live rank: tells joined ranks what to do next, and sends them its options."""
         step, live = self._step, self.reduction.live
         communication = step.communication
         if step.join_config.enable and live[0] == communication.rank:
@@ -136,7 +135,7 @@ class ReducedGradients(GradientSource):
                 communication.send_all(torch.cat([head, numbers_of(step.groups)]), rank)
 
     def listen(self) -> tuple[float, float, float]:
-        """On a joined rank: receives what the first live rank tells, and takes its options."""
+        """On a joined rank: receives the instruction of the first live rank, and takes its options."""
         step = self._step
         message = torch.cat([torch.zeros(3, dtype=torch.float64, device="cpu"), numbers_of(step.groups)])
         step.communication.receive_all(message, self.reduction.live[0])
@@ -146,11 +145,11 @@ class ReducedGradients(GradientSource):
 
 
 class CountingHook(CountingJoinHook):
-    """Shadows an iteration: the reduction, then what is done with the gradients.
+    """Shadows an iteration: the reduction, then the operations on the gradients.
 
     Args:
-        step: of the optimizer.
-        gradients: of the same optimizer.
+        step: the sharded step of the optimizer.
+        gradients: the gradients of the same optimizer.
     """
 
     def __init__(self, step: ShardedStep, gradients: ReducedGradients) -> None:
@@ -158,10 +157,10 @@ class CountingHook(CountingJoinHook):
         self._gradients = gradients
 
     def shadow(self) -> int:
-        """Makes one iteration, with nothing to add. Returns how many ranks were live."""
+        """Takes part in one iteration and adds nothing. Returns how many ranks were live."""
         step, reduction = self._step, self._gradients.reduction
         with step.failures.named("in Join"):
-            self._gradients.drop()  # what this rank reduced last while it was live, and never stepped
+            self._gradients.drop()  # gradients that this rank reduced while it was live, and never stepped with
             reduction.shadow()
             live = len(reduction.live)
             if live == 0 or step.join_config.throw_on_early_termination:
@@ -183,7 +182,7 @@ class CountingHook(CountingJoinHook):
                     clip(gradients, numbers[0], numbers[1], step.communication, self._gradients.norm_dtype)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """The mean is over all ranks again, and all take the options of one that joined last."""
+        """Divides by the number of all ranks again; all ranks take the options of a rank that joined last."""
         self._gradients.reduction.divide_by_live = False
         with self._step.failures.named("leaving Join"):
             agree(self._step.communication, self._step.groups, was_last=is_last_joiner)

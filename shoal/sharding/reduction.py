@@ -1,9 +1,9 @@
-"""Gradients that go to their owners only, bucket by bucket while backward runs (ZeRO-2).
+"""Reduces gradients to their owners only, bucket by bucket while backward runs (ZeRO-2).
 
-When backward has finished the gradients of a bucket, they are taken from the parameters (``param.grad`` is None again)
-and sent to the ranks that own them, which add them up. So a rank keeps the gradients of its own share and of a few
-buckets under way. Buckets are sent in the same order on all ranks. What a parameter has no gradient for counts as zero,
-unless it has none on any rank: then it is left alone, as torch.optim leaves it.
+When backward has finished the gradients of a bucket, this rank takes them from the parameters (``param.grad`` is None
+again) and sends them to the ranks that own them, which add them up. So a rank keeps the gradients of its own share, and
+of a few buckets under way. All ranks send the buckets in the same order. A parameter without a gradient on this rank
+counts as zero. If no rank has a gradient for it, it is left alone, as torch.optim does.
 
 With each bucket goes a header: whether this rank is live (see `Join`), and which parameters had a gradient.
 """
@@ -31,20 +31,20 @@ from shoal.sharding.partition import Bucket, Parcel, Slice, parcels_of
 from shoal.sharding.worker import Worker
 
 BUCKETS_UNDER_WAY: Final = 3
-"""Backward waits when it is so many buckets ahead: the bound of gradient memory."""
+"""Backward waits when it is this many buckets ahead, which bounds the memory of gradients."""
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Who takes the gradients of each parameter: a weak reference to its `Reduction`."""
+"""For each parameter, a weak reference to the `Reduction` that takes its gradients."""
 
 
 def take_from_others(params: Iterable[Tensor], owner: Reduction | None) -> None:
-    """Ends all other reductions that take gradients of these parameters: the newest optimizer of a parameter has them.
+    """Ends all other reductions that take gradients of these parameters: the newest optimizer of a parameter gets them.
 
-    Which is the newest is the same on all ranks; which of the others is garbage already is not.
+    All ranks agree on which optimizer is the newest. They may differ in which of the others are garbage already.
 
     Args:
-        params: of the newest optimizer.
-        owner: its reduction; None if it leaves gradients where they are.
+        params: the parameters of the newest optimizer.
+        owner: its reduction; None if it leaves gradients in ``param.grad``.
     """
     for param in params:
         other = _owners[param]() if param in _owners else None
@@ -57,15 +57,15 @@ def take_from_others(params: Iterable[Tensor], owner: Reduction | None) -> None:
 
 
 class Reduction:
-    """Reduces the gradients of all parameters to their owners, from now on in every backward pass.
+    """Reduces the gradients of all parameters to their owners, in every backward pass from now on.
 
     Args:
-        parameters: whose gradients.
-        communication: of the process group.
+        parameters: the parameters.
+        communication: the messages of the process group.
         announce: called before the first message of a backward pass.
 
     Attributes:
-        divide_by_live: whether the mean is over the live ranks, and not over all.
+        divide_by_live: divide sums by the number of live ranks, instead of the number of all ranks.
         live: the ranks that had inputs of their own in the last reduction.
     """
 
@@ -78,20 +78,21 @@ class Reduction:
         self._worker = Worker() if communication.by_messages else None
         communication.send_from_thread()
         self._room = BoundedSemaphore(BUCKETS_UNDER_WAY)
-        self._jobs: list[tuple[int, Future[None]]] = []  # with the bucket's number
+        self._jobs: list[tuple[int, Future[None]]] = []  # (number of the bucket, its job)
         self._arrivals: list[Arrivals] = []  # by bucket
-        self._used: dict[int, bytes] = {}  # by bucket: which parameters had gradients on which rank
-        self._changed: set[int] = set()  # buckets where that was not as in the reduction before
+        # by bucket: which parameters had gradients on which rank, in the last reduction
+        self._used: dict[int, bytes] = {}
+        self._changed: set[int] = set()  # buckets where `_used` has changed
         self._retired = ""
         self._paused = False
         self._sent = 0  # reductions since the last take()
-        self._pending: list[int] | None = None  # buckets that the current backward pass has still to send
+        self._pending: list[int] | None = None  # buckets that the current backward pass must still send
         self._parcels: dict[int, list[Parcel]] = {}
         self._reduced: dict[Slice, Tensor] = {}
         self._spare: dict[Slice | int, Tensor] = {}  # memory for gradients of parts of parameters, and of parcels
-        self._packed: dict[Slice | int, Tensor] = {}  # gradients of many parameters, by the parcel in which they came
+        self._packed: dict[Slice | int, Tensor] = {}  # gradients of several parameters, by the parcel that brought them
         self._updated: set[int] = set()
-        # A hook of what is gone would be called, for nothing, as long as the parameter lives.
+        # Without this, torch would call the hooks of a dead reduction for as long as the parameters live.
         weakref.finalize(self, _unhook, self._arrivals).atexit = False
         self.watch()
 
@@ -106,7 +107,7 @@ class Reduction:
             self._arrivals[number].hook_all()
 
     def retire(self, param: Tensor) -> None:
-        """Another optimizer takes the gradients of ``param`` from now on: this one says so wherever it is used."""
+        """Another optimizer takes the gradients of ``param`` from now on. Any further use of this one raises."""
         if self._retired:
             return
         number = next(n for n, own in enumerate(self._parameters.params) if own is param)
@@ -117,7 +118,7 @@ class Reduction:
         _unhook(self._arrivals)
 
     def _check(self) -> None:
-        """Refuses to step with what is not, or not all, of the last backward pass."""
+        """Raises if a step would use none, or not all, of the gradients of the last backward pass."""
         if self._retired:
             raise RuntimeError(self._retired)
         if not self._sent:
@@ -132,7 +133,7 @@ class Reduction:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets gradients accumulate in ``param.grad``; the next backward pass outside sends the sums."""
+        """A context in which gradients accumulate in ``param.grad``. The next backward pass outside sends the sums."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -143,10 +144,11 @@ class Reduction:
                     arrivals.remember_sums()
 
     def take(self) -> tuple[dict[Slice, Tensor | None], list[int]]:
-        """Waits for the reduced gradients of this rank's share; the buckets where any rank had gradients.
+        """Waits for the reduced gradients of this rank's share. Returns them and the buckets where any rank had
+        gradients.
 
-        Reduces what is in ``param.grad`` if no backward pass has since the last time. Nothing is forgotten before
-        :meth:`forget`.
+        If no backward pass has reduced gradients since the last step, this reduces those in ``param.grad``. The
+        gradients are kept until :meth:`forget`.
         """
         self._end_pass()
         self._check()
@@ -156,12 +158,14 @@ class Reduction:
         return dict(self._reduced), sorted(self._updated)
 
     def arriving(self) -> Iterator[int]:
-        """As :meth:`take`, but bucket by bucket: the number of each once it is reduced, and had gradients anywhere."""
+        """As :meth:`take`, bucket by bucket: yields the number of each bucket that had gradients on any rank, once it
+        is reduced.
+        """
         self._end_pass()
         self._check()
         if not self._sent:
             self.reduce_now()
-        if self._sent > 1 or not self._jobs:  # added up from several reductions, or here already
+        if self._sent > 1 or not self._jobs:  # the sum of several reductions, or complete already
             self._wait()
             yield from sorted(self._updated)
             return
@@ -177,11 +181,12 @@ class Reduction:
         return {part: self._reduced.get(part) for part in share}
 
     def forget(self) -> bool:
-        """Drops reduced gradients, once they have all come; whether there were any reductions."""
+        """Drops reduced gradients, after all have come; returns whether there were any reductions."""
         self._end_pass()
         self._wait()
         had, self._sent = self._sent > 0, 0
-        # Fresh memory costs a page fault per 4 KiB. That of whole parameters is autograd's.
+        # Fresh memory costs a page fault per 4 KiB, so memory is reused. The memory of whole parameters belongs to
+        # autograd.
         self._spare |= {
             part: total
             for part, total in self._reduced.items()
@@ -196,8 +201,8 @@ class Reduction:
         return had
 
     def _move_hooks(self) -> None:
-        # Where all ranks have gradients of the same parameters each time, one hook is enough; where they change, a pass
-        # may use none of those that have hooks, and would be sent with the next one.
+        # If all ranks have gradients of the same parameters in each pass, one hook per bucket is enough. If not, a pass
+        # may use none of the hooked parameters, and its gradients would be sent with those of the next pass.
         for number, arrivals in enumerate(self._arrivals):
             if number in self._changed:
                 arrivals.hook_all()
@@ -206,12 +211,12 @@ class Reduction:
         self._changed.clear()
 
     def reduce_now(self) -> None:
-        """Reduces what is in ``param.grad``, all at once."""
+        """Reduces the gradients in ``param.grad``, all at once."""
         self._begin()
         self._send_rest()
 
     def shadow(self) -> None:
-        """Takes part in a reduction with no gradients and not live; stops when no rank is."""
+        """Takes part in a reduction as a joined rank, without gradients. Stops if no rank is live."""
         for count, number in enumerate(self._training()):
             self._send(number, live=False)
             if count == 0:
@@ -256,7 +261,9 @@ class Reduction:
             self._send(self._pending.pop(0), live=True)
 
     def _end_pass(self) -> None:
-        """After a backward pass that raised, of whose end the engine has not told: other ranks wait for the rest."""
+        """After a backward pass that raised, autograd does not call back at its end. Sends the rest, for which other
+        ranks wait.
+        """
         if self._pending is not None:
             self._send_rest()
 
@@ -337,7 +344,7 @@ class Reduction:
 
             def mean() -> None:
                 finish()
-                total.div_(count)  # here, where it is still in the processor's cache
+                total.div_(count)  # here, while it is still in the processor's cache
 
             return mean
 
@@ -351,7 +358,7 @@ class Reduction:
                 self._reduced[part] = total if before is None else before.add_(total)
 
     def _total(self, part: Slice, gradient: Tensor) -> Tensor:
-        """Where the sum of a slice goes: memory that does not keep the rest of the gradient alive."""
+        """Memory for the sum of a slice, which does not keep the rest of the gradient alive."""
         if len(part.span) == gradient.numel():
             return gradient
         spare = self._spare.pop(part, None)

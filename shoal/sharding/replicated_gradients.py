@@ -1,4 +1,4 @@
-"""Gradients that are in ``param.grad``, equal on all ranks: `DistributedDataParallel` or the user has reduced them."""
+"""Gradients in ``param.grad``, equal on all ranks because `DistributedDataParallel` or the user has reduced them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shoal.sharding.sharded_step import ShardedStep
 
 
 class ReplicatedGradients(GradientSource):
-    """Communicates in a `Join` only, where the first live rank lends its gradients to those that have joined.
+    """Communicates in a `Join` only. There the first live rank lends its gradients to the ranks that have joined.
 
     Args:
-        step: of the optimizer.
+        step: the sharded step of the optimizer.
     """
 
     are_lent = False
@@ -31,7 +31,7 @@ class ReplicatedGradients(GradientSource):
         self._lending: Finish | None = None
 
     def watch(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Takes the parameters from optimizers that would take their gradients away."""
+        """Takes the parameters from optimizers that would remove their gradients."""
         take_from_others((param for group in groups for param in group), None)
 
     def prepare(self) -> list[int]:
@@ -43,7 +43,7 @@ class ReplicatedGradients(GradientSource):
         return step.parameters.updated()
 
     def lend(self) -> None:
-        """In a `Join`, gives options and gradients to those that have joined."""
+        """In a `Join`, gives options and gradients to the ranks that have joined."""
         lending, self._lending = self._lending, None
         if lending is not None:
             lending()
@@ -55,15 +55,15 @@ class ReplicatedGradients(GradientSource):
         """Nothing to do."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing to do: DDP synchronises."""
+        """Nothing to do: DDP synchronises gradients."""
         return nullcontext()
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """As torch's, because every rank has all gradients."""
+        """Calls torch's function, because every rank has all gradients."""
         return torch.nn.utils.clip_grad_norm_(self._step.parameters.params, max_norm, norm_type)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Steps with what the live ranks lend."""
+        """The hook that steps with the options and gradients that the live ranks lend."""
         return StepHook(self._step)
 
 
@@ -71,7 +71,7 @@ class AgreeingHook(LendingJoinHook):
     """Shadows nothing. When all ranks have joined, all take the options of one that joined last.
 
     Args:
-        step: of the optimizer.
+        step: the sharded step of the optimizer.
     """
 
     def __init__(self, step: ShardedStep) -> None:
@@ -87,7 +87,7 @@ class StepHook(AgreeingHook):
     """Shadows `step` on a rank that has joined."""
 
     def main_hook(self) -> None:
-        """One step.
+        """Makes one step.
 
         Raises:
             RuntimeError: if a rank was lost, or none is live.

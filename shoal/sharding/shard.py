@@ -1,9 +1,9 @@
 """One rank's part of the optimizer: the user's class over the slices that this rank owns.
 
-A slice that is a whole parameter is given to the optimizer as that parameter; only where a share begins or ends inside
-a parameter is it a view. Everything that torch.optim does per tensor (counters, skipping what has no gradient) is thus
-done per parameter here as well. Cuts are at multiples of 64 bytes, where torch's kernels in one thread, and its fused
-kernels in any number, round each element as they do in the whole parameter.
+A slice that is a whole parameter is given to the optimizer as that parameter. Only where a share begins or ends inside
+a parameter is it a view. So whatever torch.optim does per tensor (counters, skipping parameters without gradient) is
+done per parameter here as well. Cuts are at multiples of 64 bytes. There torch's kernels round each element as they do
+in the whole parameter: its unfused kernels with one thread, and its fused kernels with any number of threads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shoal.sharding.option_numbers import Groups
 from shoal.sharding.partition import Slice
 
 MASTER = "master_weights"
-"""The name in the optimizer's state of the float32 parameter."""
+"""The name of the float32 copy of a parameter in the optimizer's state."""
 
 
 class Piece:
-    """One slice, and what the local optimizer steps for it.
+    """One slice, and the tensor that the local optimizer steps for it.
 
     Attributes:
         part: which elements of which parameter.
         param: that parameter.
-        local: what the optimizer sees: the parameter itself, a view of it, or a copy of its own.
-        is_copy: whether ``local`` has memory of its own (another device or dtype).
+        local: the tensor that the optimizer sees: the parameter itself, a view of it, or a copy.
+        is_copy: whether ``local`` is a copy, on another device or with another dtype.
     """
 
     def __init__(self, part: Slice, param: Tensor, *, alias: bool, device: torch.device, dtype: torch.dtype) -> None:
@@ -52,11 +52,11 @@ class Piece:
 
     @property
     def home(self) -> Tensor:
-        """The slice in the parameter's memory of now, 1-D."""
+        """The slice in the parameter's present memory, 1-D."""
         return flat(self.param)[self.part.span.slice]
 
     def follow(self) -> None:
-        """Makes ``local`` the parameter as it is now, should someone have given it other memory or values."""
+        """Updates ``local`` to the parameter's present memory and values, in case user code has changed them."""
         if self.is_copy:
             if version_of(self.param) != self._version:
                 self._flat_local.copy_(self.home)
@@ -77,18 +77,18 @@ class Piece:
             self.local.grad = shaped_like(gradient, self.local) if self.whole else gradient
 
     def slice_gradient(self) -> Tensor | None:
-        """This slice of the parameter's own ``grad``, 1-D."""
+        """This slice of the parameter's own ``grad``, 1-D; None if there is none."""
         if self.param.grad is None:
             return None
         return flat_like(self.param.grad, self.param)[self.part.span.slice]
 
     def write_back(self) -> None:
-        """Brings a copy's values back into the parameter, if it was updated."""
+        """Copies the values of a copy back into the parameter, if the step updated it."""
         if self.is_copy and self.local.grad is not None:
             self.home.copy_(self._flat_local, non_blocking=True)
 
     def keep(self) -> None:
-        """Takes the values of ``local`` for those of the parameter as it is now, until someone writes to that."""
+        """Regards the values of ``local`` as those of the parameter until someone writes to the parameter."""
         self._version = version_of(self.param)
 
     @property
@@ -102,12 +102,12 @@ class Shard:
     Args:
         optimizer_class: any subclass of ``torch.optim.Optimizer``.
         defaults: its keyword arguments.
-        alias: give it aliases of whole parameters, so that their gradients can be set apart from the parameters' own.
+        alias: give it aliases of whole parameters, so that their gradients can be separate from the parameters' own.
         offload: keep state and copies of the slices on the CPU.
         master_weights: keep float32 copies of the slices of float16 and bfloat16 parameters.
 
     Attributes:
-        optimizer: the local optimizer; None until the first :meth:`add`.
+        optimizer: the local optimizer; not set before the first :meth:`add`.
         pieces: all slices, group by group.
     """
 
@@ -129,7 +129,9 @@ class Shard:
         self.optimizer: Optimizer
 
     def add(self, groups: Groups, slices: Sequence[Sequence[Slice]], params: Sequence[Tensor]) -> None:
-        """Adds parameter groups: the options of ``groups``, over this rank's ``slices`` of each (maybe none)."""
+        """Adds parameter groups with the options of ``groups``. Each holds this rank's ``slices`` of the group,
+        possibly none.
+        """
         local_groups = []
         for group, owned in zip(groups, slices, strict=True):
             pieces = [self._piece(part, params[part.tensor]) for part in owned]
@@ -153,7 +155,9 @@ class Shard:
         return [piece for pieces in self.pieces for piece in pieces]
 
     def follow(self) -> None:
-        """Points the local optimizer at the parameters of now; before a step, once, as the step writes to them."""
+        """Points the local optimizer at the present parameters. Call it once before a step, because the step writes to
+        them.
+        """
         with torch.no_grad():
             for piece in self.all_pieces:
                 piece.follow()
@@ -173,10 +177,10 @@ class Shard:
         self._wait_for_copies()
 
     def finish(self, *, drop_gradients: bool = False) -> None:
-        """After a step: brings copies back, and lets go of gradients.
+        """After a step: writes copies back, and drops gradients.
 
         Args:
-            drop_gradients: also of those of whole parameters, which are the parameters' own.
+            drop_gradients: also drop gradients of whole parameters, which are the parameters' own.
         """
         with torch.no_grad():
             for piece in self.all_pieces:
@@ -186,12 +190,12 @@ class Shard:
         self._wait_for_copies()
 
     def settle(self) -> None:
-        """After all ranks have the parameters: what is written to them from now on was not the step."""
+        """After all ranks have the parameters: any later write to a parameter did not come from the step."""
         for piece in self.all_pieces:
             piece.keep()
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
-        """The optimizer's state of one slice, with the master weights as one more entry."""
+        """The optimizer's state of one slice. Master weights are one more entry."""
         state = dict(self.optimizer.state.get(piece.local, {}))
         if state and piece.local.dtype != piece.param.dtype:
             state[MASTER] = piece.local.detach()

@@ -1,9 +1,9 @@
-"""A tensor of which this rank holds some elements: how an unconsolidated state dict is given to a checkpoint.
+"""A tensor of which this rank holds some elements, so that a checkpoint can save an unconsolidated state dict.
 
 `torch.distributed.checkpoint` asks a tensor for the parts that a rank holds, as boxes with offsets and sizes in the
-whole tensor (the ``_Checkpointable`` protocol, as DTensor has it). A span of a flattened tensor is not one box but a
-few: the end of a row, full rows, the beginning of a row, in each dimension. Every box is one stretch of the span's
-memory, so nothing is copied, and the checkpoint holds the whole tensor in its own shape, for whoever loads it.
+whole tensor (the ``_Checkpointable`` protocol, which DTensor has too). A span of a flattened tensor is not one box but
+a few: the end of a row, full rows, the beginning of a row, in each dimension. Every box is one stretch of the span's
+memory, so nothing is copied. The checkpoint holds the whole tensor in its own shape, for any program that loads it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.sharding._torch import make_wrapper
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tensor whose elements are the consecutive elements ``span`` of the flattened tensor."""
+    """A box of a tensor. Its elements are the consecutive elements ``span`` of the flattened tensor."""
 
     span: Span
     offsets: tuple[int, ...]
@@ -36,7 +36,7 @@ def boxes_of(span: Span, shape: Sequence[int]) -> list[Box]:
     boxes = []
     start = span.start
     while start < span.stop:
-        # The largest block of trailing dimensions that begins here and fits, as often as it fits in its dimension.
+        # Take the largest block of trailing dimensions that begins here and fits, as often as it fits in its dimension.
         dim, block = len(shape) - 1, 1
         while dim > 0 and start % (block * shape[dim]) == 0 and start + block * shape[dim] <= span.stop:
             block *= shape[dim]
@@ -50,15 +50,19 @@ def boxes_of(span: Span, shape: Sequence[int]) -> list[Box]:
 
 
 class ShardedState(torch.Tensor):
-    """A tensor of the shape of its parameter, of which only some elements are here. It can be saved and loaded with
-    `torch.distributed.checkpoint` and given to ``load_state_dict``, and nothing else: consolidate for more.
+    """A tensor with the shape of its parameter, of which this rank holds only some elements.
+
+    `torch.distributed.checkpoint` can save and load it, and ``load_state_dict`` takes it. It supports nothing else:
+    consolidate the state for more.
     """
 
     _parts: list[tuple[Span, Tensor]]
 
     @staticmethod
     def of(shape: torch.Size, parts: Sequence[tuple[Span, Tensor]]) -> ShardedState:
-        """A tensor of ``shape`` with these spans of its elements, each with a 1-D tensor that is read and written."""
+        """A tensor of ``shape`` that holds these spans of its elements. Each comes with the 1-D tensor to read and
+        write.
+        """
         first = parts[0][1]
         wrapper: ShardedState = make_wrapper(ShardedState, shape, dtype=first.dtype, device=first.device)
         wrapper._parts = list(parts)
@@ -68,7 +72,7 @@ class ShardedState(torch.Tensor):
         """A copy of the elements of ``span``.
 
         Raises:
-            ValueError: if they are not all here.
+            ValueError: if this rank does not hold all of them.
         """
         for held, tensor in self._parts:
             if held.start <= span.start and span.stop <= held.stop:

@@ -1,4 +1,4 @@
-"""What all parts of one `ZeroRedundancyOptimizer` share, and the parts of a step that are the same for all of them."""
+"""The state that all parts of one `ZeroRedundancyOptimizer` share, and the parts of a step that are common to them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ShardedStep:
     """The division of one optimizer over the ranks, and the steps of this rank's share.
 
     Args:
-        optimizer: whose groups, options and `Join` these are. Only a weak reference is kept: the optimizer goes with
-            its last reference, and its hooks go with it, without waiting for the garbage collector.
+        optimizer: the optimizer whose groups, options and `Join` are used. Only a weak reference is kept, so the
+            optimizer and its hooks are freed with its last reference, without waiting for the garbage collector.
         communication: messages among the ranks.
         failures: names the rank that fails.
-        parameters: all of them, and which rank owns what.
+        parameters: all parameters, and which rank owns which elements.
         shard: this rank's share.
 
     Attributes:
@@ -70,7 +70,7 @@ class ShardedStep:
     # --- steps -------------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """Takes over what has changed since the last step: options, and where parameters lie."""
+        """Takes over what user code has changed since the last step: options, and where parameters lie."""
         self.consolidated = None
         self.parameters.follow()
         self.shard.follow()
@@ -85,11 +85,11 @@ class ShardedStep:
         copy_options(self.shard.optimizer.param_groups, self.groups)
 
     def gather(self, updated: Iterable[int]) -> None:
-        """Brings the parameters of some buckets from their owners to all ranks.
+        """Sends the parameters of some buckets from their owners to all ranks.
 
         Args:
-            updated: the numbers of the buckets, equal on all ranks. An iterator may update each bucket before it gives
-                its number.
+            updated: the numbers of the buckets, equal on all ranks. An iterator may update each bucket just before it
+                yields its number.
         """
         with torch.no_grad():
             self.parameters.gather(self.communication, updated)
@@ -99,9 +99,9 @@ class ShardedStep:
         """Makes the step of a rank that has joined.
 
         Args:
-            gradients: what the live ranks gave.
+            gradients: the gradients from the live ranks.
             updated: the buckets that the live ranks gather.
-            drop_gradients: whether gradients of whole parameters go with the step.
+            drop_gradients: whether to drop gradients of whole parameters after the step.
         """
         self.follow()
         self.shard.prepare(gradients)
@@ -114,24 +114,24 @@ class ShardedStep:
 
     @property
     def join_config(self) -> JoinConfig:
-        """What holds in the `Join` that the optimizer is in; outside it is not enabled."""
+        """The settings of the `Join` that the optimizer is in. Outside of one they say that it is not enabled."""
         return join_config_of(self._optimizer)
 
     @property
     def all_live(self) -> Callable[[], bool] | None:
-        """What says whether all ranks were live at the last announcement; None if the optimizer announces nothing."""
+        """Returns whether all ranks were live at the last announcement; None if the optimizer announces nothing."""
         return all_live_of(self._optimizer)
 
     def notify_join(self) -> None:
-        """Tells joined ranks that an iteration begins; does nothing when the optimizer is gone."""
+        """Tells joined ranks that an iteration begins. Does nothing if the optimizer is gone."""
         if (optimizer := self._owner()) is not None:
             Join.notify_join_context(optimizer)
 
     def raise_if_joined(self, live: int) -> None:
-        """Raises where torch's heartbeat would, for an optimizer that counts without messages.
+        """Raises as torch's heartbeat would, for an optimizer that counts live ranks without messages.
 
         Args:
-            live: how many ranks had inputs of their own in this iteration.
+            live: number of ranks that had inputs of their own in this iteration.
 
         Raises:
             RuntimeError: in a `Join` with ``throw_on_early_termination``, if a rank has run out of inputs.

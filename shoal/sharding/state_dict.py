@@ -1,8 +1,9 @@
-"""The format of state dicts: torch.optim's, whatever the number of ranks; and what each slice takes from one.
+"""The format of state dicts, and which part of one each slice takes. The format is torch.optim's, for any number of
+ranks.
 
-A state dict has one entry per parameter, numbered through all groups, with tensors of the parameter's shape where the
-optimizer has one number per element. That is also what torch's own `ZeroRedundancyOptimizer` consolidates. So a state
-dict knows nothing of ranks and spans, and loads on any number of them, or into the plain optimizer.
+A state dict has one entry per parameter, numbered through all groups. State that has one number per element is a tensor
+of the parameter's shape. torch's own `ZeroRedundancyOptimizer` consolidates into the same format. So a state dict knows
+nothing of ranks and spans. It loads on any number of ranks, and into the plain optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ StateDict = dict[str, Any]
 
 
 def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parameter groups as a state dict has them: options, and numbers in the place of parameters."""
+    """The parameter groups as a state dict has them: options, and numbers in place of parameters."""
     packed = []
     number = 0
     for group in groups:
@@ -33,13 +34,13 @@ def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_per_element(value: Any, piece: Piece) -> bool:
-    """Whether ``value``, of the state of a cut parameter, has one number for each element of the slice."""
+    """Whether ``value``, an entry of the state of a piece, has one number for each element of the slice."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.local.shape
 
 
 def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """The state of this rank's slices as a state dict has it, with `ShardedState` where a parameter is cut."""
-    # Checkpoints want an entry for all that trains, on every rank.
+    """The state of this rank's slices in the format of a state dict, with `ShardedState` where a parameter is cut."""
+    # Checkpoints need an entry for every trained parameter, on every rank.
     state: dict[int, dict[str, Any]] = {n: {} for n, param in enumerate(params) if param.requires_grad}
     for piece in shard.all_pieces:
         entries = shard.state_of(piece)
@@ -58,16 +59,16 @@ def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]
 def read(
     state_dict: StateDict, groups: Sequence[dict[str, Any]], pieces: Sequence[Sequence[Piece]], *, element_wise: bool
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """What each slice takes from ``state_dict``, as copies, and the options of each group. Changes nothing.
+    """The state that each slice takes from ``state_dict``, as copies, and the options of each group. Changes nothing.
 
     Args:
-        state_dict: from Shoal's or torch's ``ZeroRedundancyOptimizer``, or the plain optimizer.
+        state_dict: from Shoal's or torch's ``ZeroRedundancyOptimizer``, or from the plain optimizer.
         groups: the parameter groups to load into.
         pieces: this rank's slices, group by group.
-        element_wise: all state is either like its parameter or one number: then shapes can be checked.
+        element_wise: whether all state has the shape of its parameter or is one number, so that shapes can be checked.
 
     Raises:
-        ValueError: says where it does not fit.
+        ValueError: if the state dict does not fit. The message says where.
     """
     saved_groups, saved_state = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(saved_groups, list) or not isinstance(saved_state, dict):

@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors, for the way from one rank to another: nothing is unpickled."""
+"""Nested values as JSON and tensors, to send from one rank to another without pickle."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
-    """What JSON can say of ``value``; appends the tensors in it to ``tensors``.
+    """The part of ``value`` that JSON can represent; appends the tensors in it to ``tensors``.
 
     Raises:
-        TypeError: for a value that is no tensor, number, string, None, or list, tuple or dictionary of such.
+        TypeError: for a value that is no tensor, number, string or None, and no list, tuple or dictionary of these.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -31,10 +31,10 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def decode(data: Any, receive: Callable[[torch.dtype, tuple[int, ...]], Tensor]) -> Any:
-    """The inverse of :func:`encode`; ``receive`` gives the tensors, in their order.
+    """The inverse of :func:`encode`. ``receive`` returns the tensors, in their order.
 
     Raises:
-        ValueError: if ``data`` is not what :func:`encode` gives.
+        ValueError: if ``data`` did not come from :func:`encode`.
     """
     if not isinstance(data, dict):
         return data

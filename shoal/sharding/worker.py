@@ -1,4 +1,4 @@
-"""One background thread that runs what it is given, one after the other."""
+"""One background thread that runs functions one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Job = tuple[Callable[[], None], "Future[None]"]
 
 
 class Worker:
-    """Starts its thread with the first job, and ends it when it is garbage.
+    """Starts its thread with the first job, and ends it when the worker is garbage-collected.
 
     The thread is a daemon: a process that ends because of an error does not wait for messages that will never come.
     """
@@ -22,10 +22,10 @@ class Worker:
         self._started = False
 
     def submit(self, run: Callable[[], None]) -> Future[None]:
-        """Runs it after all that was submitted before; the future gets what it raises."""
+        """Runs a function after all that were submitted before. If it raises, the future gets the error."""
         if not self._started:
             threading.Thread(target=_work, args=(self._jobs,), name="shoal-gradients", daemon=True).start()
-            # Not at the end of the process: a thread that wakes up while the interpreter goes down may abort it.
+            # Not at exit: a thread that wakes up while the interpreter shuts down may abort the process.
             weakref.finalize(self, self._jobs.put, None).atexit = False
             self._started = True
         future: Future[None] = Future()
@@ -38,8 +38,8 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
         run, future = job
         try:
             run()
-        except BaseException as error:  # noqa: BLE001 (it is raised where the future is waited for)
+        except BaseException as error:  # noqa: BLE001 (whoever waits for the future gets it raised)
             future.set_exception(error)
         else:
             future.set_result(None)
-        del job, run, future  # so that what they hold is not kept while the thread waits
+        del job, run, future  # frees the objects that they hold while the thread waits

@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer`: each rank keeps the optimizer's state of its share, and all get the parameters back."""
+"""`ZeroRedundancyOptimizer`: each rank keeps the optimizer's state of its share, and all ranks get all parameters."""
 
 from __future__ import annotations
 
@@ -32,38 +32,42 @@ from shoal.sharding.state_dict import pack_groups, read, sharded
 class ZeroRedundancyOptimizer(JoinableOptimizer):
     """Any optimizer, with its state divided over the ranks of a process group (ZeRO, arXiv:1910.02054).
 
-    A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. Each rank steps its share of the parameters, then
+    A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. Each rank steps its share of the parameters; then
     each share goes to all ranks. Gradients must be equal on all ranks when `step` is called, as
-    ``DistributedDataParallel`` leaves them. All ranks must give the same parameters in the same order, and call the
-    methods that communicate (`step`, `consolidate_state_dict`, `add_param_group`) together.
+    ``DistributedDataParallel`` leaves them. All ranks must give the same parameters in the same order, and must call
+    the methods that communicate (`step`, `consolidate_state_dict`, `add_param_group`) together.
 
-    Parameters, groups, dtypes and devices may be mixed, parameters may be frozen, and may change in all this between
-    steps. After every step all ranks hold the same bits.
+    Parameters may have different dtypes and devices and be in several groups, and some may be frozen. All this may
+    change between steps. After every step all ranks hold the same bits.
 
     Args:
         params: tensors or parameter groups, as for ``optimizer_class``.
-        optimizer_class: a subclass of ``torch.optim.Optimizer`` that steps each parameter by its own gradient and
-            state, called with the parameter groups of this rank's share (groups may be empty) and ``defaults``. One
-            that computes something of all parameters in its step (LBFGS, which is refused, or a common step size or
-            norm) would compute it of its share alone.
-        process_group: the ranks that share; None for all.
-        parameters_as_bucket_view: move the parameters into flat buffers, which travel without being packed.
-        overlap_with_ddp: step inside DDP's backward pass: see `hook_with_zero_step`. `step` then does nothing.
-        partition: what a share consists of. ``"elements"``: even parts, cut anywhere at multiples of 64 bytes; for
-            optimizers that update every element from its own gradient and state only. ``"parameters"``: whole
-            parameters, the largest first to the rank with the least so far. ``"auto"``: ``"elements"`` for those
-            classes of torch.optim that are element-wise, and for classes with an attribute ``element_wise = True``; not
-            for their subclasses, which may do anything.
-        reduce_scatter: reduce gradients here, to their owners only, while backward runs: with the bare model, in the
-            place of DDP. A step then sends 2 times the parameters' size per rank and not 3, and gradients take the
-            memory of one share: ``param.grad`` is None after backward, and `clip_grad_norm_` is this class's. Rank 0's
-            parameters are given to all ranks at the start. Use `no_sync` to accumulate, and `shoal.sharding.GradScaler`
-            to scale losses.
-        buffers_of: with ``reduce_scatter``, a module whose buffers (BatchNorm's statistics) rank 0 gives to all ranks
-            at the start and after every step, as DDP does before every forward pass; in a `Join`, the first live rank.
-        offload: keep the optimizer's state and a copy of this rank's share on the CPU, and step there.
-        master_weights: let the optimizer step float32 copies of float16 and bfloat16 parameters, which belong to the
-            optimizer's state (under ``"master_weights"``).
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` that steps each parameter from its own gradient and
+            state. It is called with the parameter groups of this rank's share (groups may be empty) and ``defaults``. A
+            class whose step computes something from all parameters, such as a common step size or norm, would compute
+            it from this rank's share alone. LBFGS is such a class, and is refused.
+        process_group: the ranks that share the state; None for all ranks.
+        parameters_as_bucket_view: move the parameters into flat buffers, which can be sent without packing. Default:
+            False.
+        overlap_with_ddp: step inside DDP's backward pass, see `hook_with_zero_step`; `step` then does nothing. Default:
+            False.
+        partition: the shape of a share. ``"elements"``: even shares, cut anywhere at multiples of 64 bytes, for
+            optimizers that update every element from its own gradient and state alone. ``"parameters"``: whole
+            parameters, the largest first, each to the rank that has the fewest bytes so far. ``"auto"`` (the default):
+            ``"elements"`` for classes of torch.optim that are element-wise and for classes with an attribute
+            ``element_wise = True``, else ``"parameters"``. A subclass of an element-wise class may do anything in its
+            step, so it gets ``"parameters"``.
+        reduce_scatter: let this optimizer reduce gradients, to their owners only, while backward runs. Use it with the
+            bare model, in place of DDP. A step then sends 2 times the parameters' size per rank instead of 3 times, and
+            gradients take the memory of one share. ``param.grad`` is None after backward, and gradients must be clipped
+            by this class's `clip_grad_norm_`. All ranks start with the parameters of rank 0. Accumulate gradients in
+            `no_sync`, and scale losses by `shoal.sharding.GradScaler`. Default: False.
+        buffers_of: with ``reduce_scatter``, a module whose buffers (BatchNorm's statistics) rank 0 sends to all ranks
+            at the start and after every step; in a `Join` the first live rank does. DDP does this before every forward
+            pass. Default: None.
+        offload: keep the optimizer's state and a copy of this rank's share on the CPU, and step there. Default: False.
+        master_weights: let the optimizer step float32 copies of float16 and bfloat16 parameters. The copies are part of
+            the optimizer's state, under ``"master_weights"``. Default: False.
         defaults: further arguments of ``optimizer_class``.
 
     Attributes:
@@ -72,13 +76,17 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         process_group, rank, world_size, global_rank: as torch's.
 
     Raises:
-        TypeError: if ``params`` is not an iterable of tensors or of groups; for LBFGS, which makes one vector of all
-            parameters; and for a functional optimizer.
-        ValueError: if it is empty, a parameter is not strided, or arguments do not fit together.
+        TypeError: if ``params`` is no iterable of tensors or of groups, if ``optimizer_class`` is or derives from
+            LBFGS, or if it is a functional optimizer.
+        ValueError: if ``params`` is empty, if a parameter is sparse, does not fill its memory (without
+            ``parameters_as_bucket_view``) or shares memory with another one (with it), if arguments do not fit
+            together, or if there is no process group or this process is not in it.
     """
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        """Of parameters that are this rank's share already: the optimizer that would step the share."""
+        """Within `cut_already`, makes the optimizer of the share directly, because the parameters are this rank's share
+        already.
+        """
         return of_share(*args, **given) if is_cut() else super().__new__(cls)
 
     def __init__(
@@ -137,12 +145,12 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         if buffers_of is not None and not reduce_scatter:
             raise ValueError("without reduce_scatter it is DDP that synchronises buffers: leave out buffers_of")
         self._add_to_shard(self.param_groups)
-        self.defaults = {**defaults, **self.optim.defaults}  # where OneCycleLR looks for momentum
+        self.defaults = {**defaults, **self.optim.defaults}  # OneCycleLR reads momentum here
         self._built = True
 
-    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`, which looks at it first
+    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`, which reads it first
 
-    # Names of torch's ZeroRedundancyOptimizer that code around it reads: join hooks of users, and torch's DDP hooks.
+    # Names of torch's ZeroRedundancyOptimizer that other code reads: users' join hooks, and torch's DDP hooks.
 
     @property
     def _all_params(self) -> list[Tensor]:
@@ -168,9 +176,15 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self.state = self.optim.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, and divides it over the ranks as well; what was there stays where it is.
+        """Adds a parameter group and divides it over the ranks. Earlier groups keep their division. Every rank must
+        call this.
 
-        Every rank must call it.
+        Args:
+            param_group: a dictionary with ``params`` and the options that differ from the defaults, as in torch.optim.
+
+        Raises:
+            ValueError: if a parameter is unfit, as for the constructor, or is in another group already.
+            RuntimeError: if a rank was lost. The message names it.
         """
         super().add_param_group(param_group)
         if self._built:
@@ -179,18 +193,20 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
     # --- stepping ----------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps this rank's share, and brings all parameters to all ranks.
+        """Steps this rank's share, and sends all parameters to all ranks.
+
+        With ``overlap_with_ddp`` this does nothing and returns None, because the backward pass has made the step.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: evaluates the model again and returns the loss; None if gradients are there already.
             kwargs: passed to the step of the optimizer class.
 
         Returns:
-            What the optimizer's own step returns, which is the loss if there is a closure. With ``overlap_with_ddp``
-            None, and nothing happens: the backward pass has stepped.
+            The result of the optimizer's own step: the loss if there is a closure.
 
         Raises:
-            RuntimeError: if a rank was lost, names it; within the timeout of the process group.
+            RuntimeError: if a rank was lost. The message names it, and the error comes within the timeout of the
+                process group. Also if the optimizer class did not evaluate the closure.
         """
         if self.overlap_with_ddp:
             return None
@@ -203,7 +219,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
                 kwargs["closure"] = self._evaluating(closure)
             else:
                 self._prepare()
-                if closure is not None:  # whatever the optimizer class makes of it
+                if closure is not None:  # the optimizer class decides what it means
                     kwargs["closure"] = closure
             loss = self.optim.step(**kwargs)
             updated, self._updated = self._updated, None
@@ -213,7 +229,9 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         return loss
 
     def _step_as_they_come(self, gradients: ReducedGradients, kwargs: dict[str, Any]) -> None:
-        """Steps bucket by bucket, while other gradients are still on their way here and parameters away from here."""
+        """Steps bucket by bucket, while later gradients are still on their way in and earlier parameters on their way
+        out.
+        """
 
         def stepped() -> Iterator[int]:
             for number in gradients.arriving():
@@ -227,7 +245,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         gradients.used()
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as the local optimizer may call it, as often as it likes."""
+        """The closure in the form that the local optimizer may call any number of times."""
 
         def evaluate() -> Any:
             loss = closure()
@@ -237,12 +255,12 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         return evaluate
 
     def _prepare(self) -> None:
-        """Gives the local optimizer the options and gradients of now."""
+        """Gives the local optimizer the present options and gradients."""
         self._sharded.follow()
         self._updated = self._gradients.prepare()
 
     def _finish(self, updated: list[int]) -> None:
-        """After the local step: brings the parameters in the buckets ``updated`` to all ranks."""
+        """After the local step: sends the parameters in the buckets ``updated`` to all ranks."""
         self._gradients.lend()
         self._sharded.shard.finish(drop_gradients=self._gradients.are_lent)
         self._sharded.show_options()
@@ -250,34 +268,44 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self._gradients.used()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, those that were reduced already included."""
+        """Drops all gradients, including those that were reduced already.
+
+        Args:
+            set_to_none: set ``param.grad`` to None instead of zero. Default: True.
+
+        Raises:
+            RuntimeError: with ``reduce_scatter``, if a rank was lost. The message names it.
+        """
         super().zero_grad(set_to_none)
         if self._built:
             with self._sharded.failures.named("in zero_grad() of ZeroRedundancyOptimizer"):
                 self._gradients.drop()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With ``reduce_scatter``: backward passes inside accumulate, and send nothing. Else it does nothing."""
+        """With ``reduce_scatter``: a context in which backward passes accumulate gradients and send nothing.
+
+        Without ``reduce_scatter`` it does nothing: use the ``no_sync`` of the model.
+        """
         return self._gradients.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients so that their norm, as of one vector, is at most ``max_norm``.
 
-        As ``torch.nn.utils.clip_grad_norm_``, which cannot see gradients that are with their owners. With
-        ``reduce_scatter`` every rank must call it, between backward and `step`; the norm is then added up in another
-        order than torch's, and equal to it to float rounding.
+        Use this in place of ``torch.nn.utils.clip_grad_norm_``, which can't see gradients that are with their owners.
+        With ``reduce_scatter`` every rank must call it, between backward and `step`. The norm is then added up in
+        another order than torch's, and equals it up to float rounding.
 
         Args:
             max_norm: the bound.
-            norm_type: of the norm; ``inf`` for the largest absolute value.
-            error_if_nonfinite: raise if the norm is not finite.
+            norm_type: the order of the norm; ``inf`` for the largest absolute value. Default: 2.0.
+            error_if_nonfinite: raise an error if the norm is not finite. Default: False.
 
         Returns:
-            The norm before; with ``reduce_scatter`` on the CPU, in the widest dtype of the parameters and at least
-            float32.
+            The norm before clipping, a scalar tensor. With ``reduce_scatter`` it is on the CPU, in the widest dtype of
+            the parameters and at least float32.
 
         Raises:
-            RuntimeError: if the norm is not finite and that was to be an error, or a rank was lost.
+            RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is True, or if a rank was lost.
         """
         with self._sharded.failures.named("in clip_grad_norm_() of ZeroRedundancyOptimizer"):
             norm = self._gradients.clip(max_norm, norm_type)
@@ -288,27 +316,32 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
     # --- state dicts -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state: whole on the rank that it was consolidated on, else sharded.
+        """The optimizer's state: whole on the rank that has consolidated it, and sharded elsewhere. Does not
+        communicate.
 
-        After `consolidate_state_dict` and until the next step, the target has the state of all parameters, on the CPU,
-        in the format of torch.optim. Elsewhere each rank has the state of its slices, with tensors that
-        ``torch.distributed.checkpoint`` saves and loads as the whole ones, on any number of ranks; ``torch.save``
-        refuses them. It does not communicate.
+        From `consolidate_state_dict` until the next step, the target rank returns the state of all parameters, on the
+        CPU, in the format of torch.optim. In all other cases a rank returns the state of its slices.
+        ``torch.distributed.checkpoint`` saves and loads these sharded tensors as whole ones, on any number of ranks;
+        ``torch.save`` refuses them.
+
+        Returns:
+            A dictionary with ``"state"`` and ``"param_groups"``.
         """
         own = self._sharded
         state = sharded(own.shard, own.parameters.params) if own.consolidated is None else own.consolidated
         return {"state": dict(state), "param_groups": pack_groups(self.param_groups)}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings the state of all parameters to one rank, into memory of the CPU: every rank must call it.
+        """Collects the state of all parameters on one rank, in CPU memory. Every rank must call this.
 
         Args:
-            to: the target, as a rank of the process group. Its `state_dict` is whole until the next step.
+            to: the target, as a rank of the process group. Its `state_dict` is whole until the next step. Default: 0.
 
         Raises:
             ValueError: if there is no such rank.
-            TypeError: if the optimizer keeps objects in its state that are no data.
-            RuntimeError: if a rank was lost, names it.
+            TypeError: if the optimizer's state holds anything but tensors, numbers, strings, None, and lists, tuples
+                and dictionaries of these.
+            RuntimeError: if a rank was lost. The message names it.
         """
         if not 0 <= to < self.world_size:
             raise ValueError(f"the process group has ranks 0 to {self.world_size - 1}, got to={to}")
@@ -322,14 +355,16 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
                 consolidation.give(own.communication, own.shard, to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's share of a state dict; the dictionary stays as it is and shares no memory with it.
+        """Loads this rank's share of a state dict. The dictionary does not change, and the optimizer shares no memory
+        with it.
 
         Args:
-            state_dict: of Shoal's or torch's ``ZeroRedundancyOptimizer`` on any number of ranks, or of the plain
+            state_dict: from Shoal's or torch's ``ZeroRedundancyOptimizer`` on any number of ranks, or from the plain
                 optimizer.
 
         Raises:
-            ValueError: if it is of another model, says where; then nothing was changed.
+            ValueError: if the state dict is of another model. The message says where it differs, and nothing has
+                changed.
         """
         own = self._sharded
         states, options = read(state_dict, self.param_groups, own.shard.pieces, element_wise=self._element_wise)
@@ -341,30 +376,30 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
     # --- Join --------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank without inputs does while the others step: it steps its share with their gradients and options.
+        """The hook by which a rank without inputs steps its share, with the gradients and options of the live ranks.
 
-        With ``reduce_scatter`` the count of live ranks travels with the gradients. With ``overlap_with_ddp`` there is
-        nothing to do here: the model's hook shadows backward passes, and these step.
+        With ``reduce_scatter`` the count of live ranks travels with the gradients. With ``overlap_with_ddp`` the hook
+        shadows nothing: the model's hook shadows backward passes, which make the steps.
 
         Args:
-            kwargs: of `Join`. With ``reduce_scatter``, ``divide_by_initial_world_size`` (default True) says whether
-                gradients are divided by the number of ranks, or by the number of live ones.
+            kwargs: the arguments of `Join`. With ``reduce_scatter``, ``divide_by_initial_world_size`` (default True)
+                says whether gradients are divided by the number of all ranks, or by the number of live ranks.
         """
         return AgreeingHook(self._sharded) if self.overlap_with_ddp else self._gradients.join_hook(**kwargs)
 
     @property
     def sharded_step(self) -> ShardedStep:
-        """The division over the ranks, which `hook_with_zero_step` and `GradScaler` work with."""
+        """The division over the ranks. `hook_with_zero_step` and `GradScaler` use it."""
         return self._sharded
 
     @property
     def gradient_source(self) -> GradientSource:
-        """Where the gradients for a step come from."""
+        """The source of the gradients for a step."""
         return self._gradients
 
     @property
     def join_device(self) -> torch.device:
-        """Where the messages of `Join` lie: the device of the first parameter."""
+        """The device for the messages of `Join`: that of the first parameter."""
         return self._default_device
 
     @property

@@ -1,10 +1,10 @@
-"""Whole swarms in one process, on a virtual clock, from one seed: for tests of protocols.
+"""Simulates whole swarms in one process, on a virtual clock and from one seed, for tests of protocols.
 
-What this room promises to those who write such tests:
+What this room promises to the authors of such tests:
 
-- Time costs nothing: the clock jumps to the next timer, so an hour of waiting is over when nothing is left to compute.
+- Waiting costs no time: the clock jumps to the next timer as soon as nothing is left to compute.
 - A run is a function of its seed: the same seed gives the same events at the same times, in any process. `World.digest`
   tells whether two runs were the same.
-- A run that can't go on, or goes on too long, ends with an error that says who waits where.
-- A killed peer does nothing more; what it had sent still arrives.
+- A run that can't continue, or takes too long, ends with an error that says which tasks wait where.
+- A killed peer does nothing more, but the messages that it has sent still arrive.
 """

@@ -14,21 +14,21 @@ Arguments = TypeVarTuple("Arguments")
 
 SHOWN_TASKS = 16
 
-# Whose work is being done; a task inherits it from whoever creates it, and keeps it as `Task.owner`.
+# The peer whose work is being done. A task inherits it from its creator, and keeps it as `Task.owner`.
 owner: ContextVar[object] = ContextVar("owner", default=None)
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set, so that what is being run can never end."""
+    """Nothing is ready and no timer is set, so the run can never end."""
 
 
 class OutOfTime(RuntimeError):
-    """What is being run has not ended when the virtual clock reached its bound."""
+    """The run has not ended when the virtual clock reached its bound."""
 
 
 class Task(asyncio.Task[Any]):
-    """A task of a `VirtualLoop`. Its hash is its number, not its address: sets of tasks then keep their order from one
-    process to the next, and asyncio and its users do iterate over such sets."""
+    """A task of a `VirtualLoop`. Its hash is its number, not its address. So sets of tasks, over which asyncio and its
+    users iterate, have the same order in every process."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Task(asyncio.Task[Any]):
         name: str | None,
         context: Context | None,
     ) -> None:
-        self.number = number  # first: creating a task puts it in a set
+        self.number = number  # before `super().__init__`, which puts the task in a set
         self.owner = owner.get()
         super().__init__(coroutine, loop=loop, name=name or f"task {number}", context=context)
 
@@ -48,7 +48,7 @@ class Task(asyncio.Task[Any]):
 
 
 class _NeverWaiting(selectors.SelectSelector):
-    """Where a loop would wait for the next timer, move its clock there. No file is ever ready."""
+    """A selector that never waits: it moves the loop's clock to the next timer instead. No file is ever ready."""
 
     def __init__(self, advance: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._until = until
         self._numbers = itertools.count(1)
-        self._held: dict[object, list[asyncio.Handle]] = {}  # who stands still, and what it is to do then
+        self._held: dict[object, list[asyncio.Handle]] = {}  # owners that are held, each with its postponed callbacks
         super().__init__(_NeverWaiting(self._advance))
         self.set_task_factory(self._make_task)
 
@@ -80,27 +80,27 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
-        """Refused with RuntimeError: what a thread does takes real time, and no seed says when it ends."""
+        """Raises RuntimeError: a thread takes real time, and no seed decides when it ends."""
         raise RuntimeError(
             f"{func!r} was to run in a thread, which a simulation refuses: its result would depend on real time. "
             "Do the work on the loop, in pieces with `await asyncio.sleep(0)` between them if it is long."
         )
 
     def hold(self, whose: object) -> None:
-        """Until `go_on`, nothing is done that belongs to this owner: it is done then, in the same order."""
+        """Hold an owner: until `go_on`, its callbacks are postponed. Their order stays."""
         self._held.setdefault(whose, [])
 
     def go_on(self, whose: object) -> None:
-        """Do what this owner could not do while it was held, if it was."""
+        """Release an owner, and run its postponed callbacks. Does nothing if it is not held."""
         for handle in self._held.pop(whose, ()):
             self._ready.append(handle)  # type: ignore[attr-defined]
 
     def is_held(self, whose: object) -> bool:
-        """Whether this owner stands still."""
+        """Whether this owner is held."""
         return whose in self._held
 
     def unless_held(self, whose: object, callback: Callable[..., object], *args: Any) -> None:
-        """Call it now, or when this owner goes on."""
+        """Call a function now, or if this owner is held, when it is released."""
         if whose in self._held:
             self.call_soon(callback, *args)
         else:
@@ -109,7 +109,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """As asyncio's; what belongs to an owner that is held waits for it."""
+        """Like asyncio's, but postpones callbacks of an owner that is held."""
         handle = super().call_soon(callback, *args, context=context)
         if self._held:
             whose = owner.get() if context is None else context.get(owner)
@@ -120,7 +120,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's; what belongs to an owner that is held waits for it."""
+        """Like asyncio's, but postpones callbacks of an owner that is held."""
 
         def due() -> None:
             if self._held and (whose := owner.get()) in self._held:
@@ -138,7 +138,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *,
         name: str | None = None,
         context: Context | None = None,
-        **_eager: Any,  # 3.14 also says whether to start eagerly: never
+        **_eager: Any,  # Python 3.14 also passes whether to start eagerly; tasks here never do
     ) -> Task:
         return Task(coroutine, number=next(self._numbers), loop=self, name=name, context=context)
 
@@ -157,7 +157,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """The innermost place of our own at which a task waits."""
+    """The innermost coroutine of Python code in which a task waits."""
     place = ""
     awaited: object = task.get_coro()
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
@@ -167,12 +167,15 @@ def _place(task: asyncio.Task[Any]) -> str:
 
 
 def run(coroutine: Coroutine[Any, Any, T], *, until: float = 3600.0) -> T:
-    """Run `coroutine` on a `VirtualLoop` of its own and return its result; other tasks are cancelled when it ends.
+    """Run `coroutine` on a `VirtualLoop` of its own and return its result. All other tasks are cancelled when it ends.
 
     Args:
-        until: bound on virtual time, in seconds.
+        coroutine: the coroutine to run.
+        until: the bound of virtual time, in seconds.
 
-    Raises `Deadlock` if it can never end, `OutOfTime` if it has not ended by `until`; both say which tasks wait where.
+    Raises:
+        Deadlock: if it can never end. The message says which tasks wait where.
+        OutOfTime: if it has not ended by `until`; with the same message.
     """
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(until)) as runner:
         try:

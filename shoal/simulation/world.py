@@ -1,4 +1,4 @@
-"""A network of peers that live in one process, with everything that chance decides drawn from one seed."""
+"""A network of peers in one process. Everything random in it is drawn from one seed."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ from shoal.p2p.transport import LostHandler, MessageHandler
 from shoal.simulation.clock import Task, VirtualLoop, owner
 from shoal.simulation.lines import Lines, Link, way
 
-EPOCH = 1_700_000_000.0  # what the wall clock says at virtual time 0, in seconds since 1970
+EPOCH = 1_700_000_000.0  # the time of the wall clock at virtual time 0, in seconds since 1970
 
 
 class World:
-    """A network and its peers; made within a running `VirtualLoop`, whose time is theirs.
+    """A network and its peers. It is created in a running `VirtualLoop`, and uses the time of that loop.
 
-    A message takes `latency`, plus its size over `bandwidth` after what its sender sent before, plus a part of
-    `jitter` drawn evenly; and where `bandwidth_in` is given, the time until it has passed its receiver's way in, after
-    what came there before. Messages from one peer to another never overtake each other.
+    The time of a message is the sum of: waiting until its sender's earlier messages are sent; its size divided by
+    `bandwidth`; `latency`; a random part of `jitter`; and with `bandwidth_in`, the time to pass the receiver's download
+    after earlier messages. Messages from one peer to another never overtake each other.
 
     Args:
-        seed: of all that is random here.
-        latency: seconds from a peer to another.
-        jitter: at most so many seconds more.
-        bandwidth: of each peer's way out, in bytes per second.
-        bandwidth_in: of each peer's way in.
-        lost_after: seconds until a connection over a cut link counts as lost.
+        seed: the seed of everything random.
+        latency: the latency between two peers, in seconds; 10 ms by default.
+        jitter: the maximum of the additional random latency, in seconds; 5 ms by default.
+        bandwidth: the rate of each peer's upload, in bytes per second; 100 MB/s by default.
+        bandwidth_in: the rate of each peer's download, in bytes per second; unlimited by default.
+        lost_after: a connection over a cut link counts as lost after this many seconds; 10 by default.
 
     Attributes:
+        seed: as given.
         lines: the rates, which may be changed at any time.
-        rng: for the scenario's own choices; what it draws does not change the delays.
+        rng: random numbers for the scenario's own choices. They do not influence the delays.
         network: the `MemoryNetwork`.
-        nodes: the living peers' nodes, in the order in which they were made.
-        trace: what happened, as (virtual time, text).
+        nodes: the nodes of the living peers, in the order in which they were created.
+        trace: what has happened, as (virtual time, text).
+
+    Raises:
+        RuntimeError: if the running loop is no `VirtualLoop`.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class World:
     # -- time and record
 
     def wall_clock(self) -> float:
-        """The virtual time of day, in seconds since 1970: for whatever takes a clock."""
+        """The virtual time of day, in seconds since 1970, for code that takes a clock."""
         return EPOCH + self._loop.time()
 
     def log(self, text: str) -> None:
@@ -81,7 +85,7 @@ class World:
         self.trace.append((self._loop.time(), text))
 
     def heard(self, source: PeerID, target: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:
-        """Add a message to the trace: its header, which tells what payloads hold that matter, and their sizes."""
+        """Add a message to the trace: a hash of its header, and the sizes of its buffers."""
         sizes = ",".join(str(len(buffer)) for buffer in buffers)
         names = f"{self.name(source)} to {self.name(target)}"
         self.trace.append((self._loop.time(), f"{names}: {blake3(header).hexdigest(8)} {len(header)},{sizes} bytes"))
@@ -94,14 +98,14 @@ class World:
         return hasher.hexdigest()
 
     def name(self, peer: PeerID) -> str:
-        """What the trace calls a peer: the how-many-eth it is."""
+        """The name of a peer in the trace: the number of peers that were created before it."""
         return f"#{self._names[peer]}"
 
     # -- peers
 
     async def spawn_node(self, again: PeerID | None = None) -> Node:
-        """A new peer: a node that listens. Its identity follows from the seed and how many there were before it; or it
-        is the one of `again`, which was killed."""
+        """Create a peer: a node that listens. Its identity follows from the seed and its number. With `again`, it is a
+        killed peer that starts anew with its old identity."""
         number = len(self._names) if again is None else self._names[again]
         identity = Identity(blake3(f"{self.seed}/peer {number}".encode()).digest())
         self._names[identity.peer_id] = number
@@ -111,16 +115,18 @@ class World:
         return node
 
     def introduce(self, nodes: Iterable[Node] | None = None) -> None:
-        """Let all of `nodes` (of all living peers when not given) know each other's addresses."""
+        """Tell all of `nodes` each other's addresses; None: the nodes of all living peers."""
         everyone = list(self.nodes.values() if nodes is None else nodes)
         for one, other in product(everyone, everyone):
             one.learn(other.peer_id, other.addresses)
 
     def kill(self, peer: PeerID) -> None:
-        """The peer's process dies: its tasks end where they are, and what it sent before still arrives.
+        """Simulate the death of the peer's process: its tasks end where they are. Messages that it has sent still
+        arrive.
 
-        Its tasks are those that its node spawned, that its handlers started, and all that these started. What a
-        scenario awaits of it directly, rather than through `node.spawn`, is the scenario's and goes on, unheard.
+        Its tasks are those that its node has spawned, that its handlers have started, and all that these have started.
+        A coroutine of the peer that the scenario awaits directly, and not through `node.spawn`, belongs to the
+        scenario. It continues, but nobody hears of it.
         """
         self.log(f"kill {self.name(peer)}")
         self.network.kill(peer)
@@ -132,8 +138,8 @@ class World:
                 task.cancel()
 
     def hold(self, peer: PeerID, seconds: float) -> None:
-        """The peer's Python stands still for so long: what comes meanwhile waits in its machine, whose connections
-        stay, and so do its timers."""
+        """Simulate that the peer's process is stopped for so many seconds. Its connections stay, and arriving messages
+        and timers wait."""
         self.log(f"hold {self.name(peer)} for {seconds:g} s")
         self._loop.hold(peer)
         self._loop.call_later(seconds, self._loop.go_on, peer)
@@ -141,8 +147,8 @@ class World:
     # -- links
 
     def cut(self, one: PeerID, other: PeerID, *, one_way: bool = False) -> None:
-        """Nothing passes between the two from now on, or nothing from `one` to `other` if `one_way`; both see the other
-        lost after `lost_after` seconds."""
+        """Cut the link between two peers; with `one_way`, only from `one` to `other`. After `lost_after` seconds, each
+        of the two sees the other as lost."""
         self.log(f"cut {self.name(one)} {'to' if one_way else 'and'} {self.name(other)}")
         self._cut[one, other] = None
         self.network.cut(one, other, one_way=one_way)
@@ -154,8 +160,8 @@ class World:
                 self.cut(*pair)
 
     def heal(self) -> None:
-        """All links work again. Over those that were cut messages may be missing, so their connections count as lost,
-        as a transport promises; whoever needs them dials again."""
+        """Repair all links. Messages over cut links may be missing, so the connections over them count as lost, as a
+        transport promises. Peers that need them dial again."""
         self.log("heal")
         for one, other in self._cut:
             for near, far in ((one, other), (other, one)):
@@ -165,22 +171,22 @@ class World:
         self.network.heal()
 
     def set_rates(self, peer: PeerID, *, out: float | None = None, into: float | None = None) -> None:
-        """From now on the peer's way out and way in carry so many bytes per second; None: as those of other peers."""
+        """Set the rates of a peer's upload and download, in bytes per second. None: those of the other peers."""
         self.log(f"{self.name(peer)} sends {out} B/s, takes {into} B/s")
         self.lines.set_rates(peer, out, into)
 
     def set_link(
         self, one: PeerID, other: PeerID, *, latency: float, bandwidth: float = math.inf, one_way: bool = False
     ) -> None:
-        """From now on the link between the two has this latency, in seconds, and carries so many bytes per second each
-        way; or only the way from `one` to `other` does, if `one_way`."""
+        """Set the latency of the link between two peers, in seconds, and its rate in each direction, in bytes per
+        second. With `one_way`, set only those from `one` to `other`."""
         ways = [(one, other)] if one_way else [(one, other), (other, one)]
         for source, target in ways:
             self.log(f"{self.name(source)} to {self.name(target)}: {latency:g} s, {bandwidth:g} B/s")
             self.lines.links[way(source, target)] = Link(latency, bandwidth)
 
     def unset_link(self, one: PeerID, other: PeerID) -> None:
-        """The link between the two is as others are."""
+        """Reset the link between two peers to the values of other links."""
         for source, target in ((one, other), (other, one)):
             if self.lines.links.pop(way(source, target), None) is not None:
                 self.log(f"{self.name(source)} to {self.name(target)} as others")
@@ -194,7 +200,7 @@ class World:
 
 @contextmanager
 def _acting(peer: PeerID) -> Iterator[None]:
-    """Tasks that are created within belong to `peer`."""
+    """A context in which created tasks belong to `peer`."""
     token = owner.set(peer)
     try:
         yield
@@ -203,7 +209,7 @@ def _acting(peer: PeerID) -> Iterator[None]:
 
 
 class _Node(Node):
-    """A node whose tasks are known to be its own, whoever makes it spawn them."""
+    """A node whose tasks belong to its peer, whichever task spawns them."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         with _acting(self.peer_id):
@@ -211,8 +217,8 @@ class _Node(Node):
 
 
 class _Transport(MemoryTransport):
-    """Records what arrives; what the arrival sets off belongs to the peer at which it arrives, and waits while that one
-    stands still."""
+    """A transport that records arriving messages. The work that they cause belongs to the peer at which they arrive,
+    and waits while that peer is held."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerID, world: World) -> None:
         super().__init__(network, peer_id)
@@ -227,7 +233,7 @@ class _Transport(MemoryTransport):
 
     async def dial(self, address: Multiaddr) -> None:
         while self._world._loop.is_held(address.peer_id):  # noqa: ASYNC110  # in virtual time
-            await asyncio.sleep(0.1)  # it greets as soon as it goes on
+            await asyncio.sleep(0.1)  # the other peer answers as soon as it continues
         await super().dial(address)
 
     def received(self, source: PeerID, header: bytes, buffers: Sequence[memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""What one peer says to the others of its run."""
+"""Sends messages of a run to its members, which are named by their keys."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class Channel:
-    """One service of a node, to peers that are known by their keys, as messages and members name them.
+    """Sends the messages of one service to other peers, which are named by their keys.
 
     Args:
-        node: this peer.
-        service: whose messages go here.
-        gate: of a closed run, whose messages go to members only; None: of an open one.
-        has_pins: whether tips may have the pins of the run's owner.
+        node: the node of this peer.
+        service: the service whose messages are sent.
+        gate: the gate of a closed run, whose messages go to members only; None for an open run.
+        has_pins: whether tips may have pins of the run's owner.
     """
 
     def __init__(self, node: Node, service: Service, gate: Gate | None = None, *, has_pins: bool = False) -> None:
         self.node, self._service, self._gate, self._has_pins = node, service, gate, has_pins
 
     def notify(self, keys: Iterable[bytes], message: Struct, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
-        """Send `message` to those of these peers that are connected. On return the caller may write to `buffers` again,
-        but not to one with a `name` (see `Transport.send`)."""
+        """Send `message` to those of these peers that are connected. Afterwards the caller may write to `buffers`
+        again, unless they have a `name` (see `Transport.send`)."""
         if self._gate is not None:
             keys = self._gate.ready(keys)
         self.node.notify([peer_of(key) for key in keys], self._service, message, buffers, name)
@@ -47,7 +47,7 @@ class Channel:
             return await self.node.call(peer_of(key), self._service, message, expect, timeout=timeout)
 
     async def ask(self, key: bytes, message: Struct, timeout: float, buffers: Sequence[Buffer] = ()) -> Reply:
-        """As `call`, for replies of several kinds, or with buffers."""
+        """Like `call`, for replies of several types, or with buffers."""
         await self.introduce(key, timeout)
         peer = peer_of(key)
         with self._noticing_refusals(key):
@@ -63,18 +63,20 @@ class Channel:
             raise
 
     async def introduce(self, key: bytes, timeout: float) -> None:
-        """In a closed run, show each other the memberships before the first message. Raises as `Gate.introduce`."""
+        """In a closed run, exchange memberships with that peer before the first message. Raises what `Gate.introduce`
+        raises."""
         if self._gate is not None:
             await self._gate.introduce(peer_of(key), timeout)
 
     async def introduce_all(self, keys: Iterable[bytes], timeout: float) -> None:
-        """As `introduce`, of those that are connected. What fails will fail again, where somebody waits for it."""
+        """Like `introduce`, with all of these peers that are connected. Errors are ignored: they come again where a
+        caller waits for the peer."""
         if self._gate is not None:
             known = [key for key in keys if self.is_connected(key)]
             await asyncio.gather(*(self.introduce(key, timeout) for key in known), return_exceptions=True)
 
     def believes(self, tip: Tip) -> bool:
-        """Whether there can be such a tip: only an owner pins states."""
+        """Whether such a tip can exist. One with a pin exists only if the run's owner has made that pin."""
         return not tip.pin or (self._gate is not None and self._has_pins and self._gate.believes(tip.pin))
 
     def is_connected(self, key: bytes) -> bool:
@@ -82,8 +84,8 @@ class Channel:
         return self.node.is_connected(peer_of(key))
 
     async def connect(self, timeouts: Mapping[bytes, float]) -> dict[bytes, str]:
-        """Connect to these peers, all at once, since each dial may take as long as its time-out. Returns those that
-        cannot be reached, each with the reason."""
+        """Connect to these peers, all at the same time, since each dial may take as long as its time-out. Returns the
+        peers that cannot be reached, each with the reason."""
         failed: dict[bytes, str] = {}
 
         async def dial(key: bytes, timeout: float) -> None:
@@ -97,5 +99,5 @@ class Channel:
         return failed
 
     def learn(self, member: Member) -> None:
-        """Remember where that member listens."""
+        """Remember the addresses at which that member listens."""
         self.node.learn(member.peer, member.multiaddrs())

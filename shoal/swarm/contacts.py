@@ -1,4 +1,4 @@
-"""Keeps one peer connected to the members of its run, tells them whom it knows, and notices members that hang."""
+"""Connects one peer to the members of its run, tells them which members it knows, and notices members that hang."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ log = logging.getLogger(__name__)
 
 MEET_TIMEOUT = 5.0
 FIRST_REFRESH_SECONDS = 0.5  # until the first commit
-SPREAD_DELAY = 0.02  # news of members that arrive together is told together
-EXPLAINED, EXPLAINED_SECONDS = 8, 60.0  # other terms of one peer that are told of within so long: it may make them up
-ALONE_SECONDS = 5.0  # with nobody but peers with other terms, after which this peer is the one that differs
-REFUSED_SECONDS = 60.0  # for which a peer with other terms is remembered after it has gone
-MAX_REPORTS = 64  # of `reports` that nobody has read
+SPREAD_DELAY = 0.02  # new members that appear within this time are told of in one message
+EXPLAINED, EXPLAINED_SECONDS = 8, 60.0  # how often the log reports other terms of one peer, which may make them up
+ALONE_SECONDS = 5.0  # if a newcomer meets only peers with other terms for so long, it is the one that differs
+REFUSED_SECONDS = 60.0  # a peer with other terms is remembered for so long after it has gone
+MAX_REPORTS = 64  # unread `reports`
 
 
 @dataclass(slots=True)
 class _Stranger:
-    """A peer of the run with other terms, which is no member here.
+    """A peer of the run with other terms. For this peer it is no member.
 
     Attributes:
-        terms, tip: as it last told.
+        terms, tip: those of its last HELLO.
         difference: how the terms differ, in words.
-        explaining: asks the peer for its tensors if they differ, and logs the difference.
+        explaining: the task that asks the peer for its tensors if they differ, and logs the difference.
     """
 
     terms: msg.Terms
@@ -57,11 +57,11 @@ class _Stranger:
 
 @dataclass(slots=True)
 class _Watch:
-    """A peer that is waited for.
+    """A peer that this peer waits for.
 
     Attributes:
-        since: when it last gave a sign of life.
-        movement: the bytes on the connection to it.
+        since: when the peer last gave a sign of life.
+        movement: the bytes on the connection to the peer.
     """
 
     since: float
@@ -69,22 +69,22 @@ class _Watch:
 
 
 class Contacts:
-    """The peers of a run that this peer is connected to, and those that it should be connected to.
+    """The connections of this peer to the other peers of its run.
 
     It reads the directory, dials members, exchanges HELLO, notices losses, and reports which members it cannot reach.
-    `Peer` and `Reaching` hold what is known.
+    `Peer` and `Reaching` hold the state.
 
     Args:
         channel: sends the messages of the run.
-        peer: the machine that hears of members.
-        directory: where members are listed.
+        peer: the machine that is told of members.
+        directory: lists the members.
         tensors: the tensors behind the schema hash of the terms.
-        act: performs what the machine has decided.
+        act: performs the actions of the machine.
 
     Attributes:
-        reports: changes in whom this peer reaches; a reader takes them out, in any thread.
-        told: the state that each member has told of in its last HELLO.
-        losses: the members that were lost, for who watches.
+        reports: changes of the set of members that this peer reaches. A reader in any thread takes them out.
+        told: the tip of each member, from its last HELLO.
+        losses: the members that were lost, for monitoring.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class Contacts:
         self._spread: asyncio.TimerHandle | None = None
         self._look_now = asyncio.Event()
         self._seen = asyncio.Event()
-        self._has_met = False  # anybody with this peer's terms
+        self._has_met = False  # whether this peer has met a peer with the same terms
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_following: Callable[[], None] = lambda: None
         self._stopped = False
-        self._refused: tuple[bytes, float] | None = None  # who has other terms, and until when that is told
+        self._refused: tuple[bytes, float] | None = None  # a peer with other terms, and until when it is reported
         self._refused_difference = ""
         self._reach = Reaching(self._view.run_id, self._view.me, random.Random(self._view.me.key))
         self._reach_changed = asyncio.Event()
 
     async def start(self) -> None:
-        """List this peer, and meet all that are listed: when this returns, each side knows the other."""
+        """List this peer, and exchange HELLO with all listed peers that can be reached."""
         await self._directory.publish(self._view.me)
         self._reach.begin(self._now())
         listed = await self._directory.read()
@@ -123,7 +123,7 @@ class Contacts:
         self._stop_following = self._directory.on_moved(self._moved)
 
     def stop(self) -> None:
-        """Stay listed no longer than the record lives, and meet no peer any more."""
+        """Stop renewing this peer's record, and meet no further peers."""
         self._stopped = True
         self._stop_following()
         for task in self._tasks:
@@ -132,18 +132,18 @@ class Contacts:
             self._spread.cancel()
 
     async def seen(self) -> None:
-        """Return when a member has said HELLO, and so may be new."""
+        """Return when the next member says HELLO; it may be a new one."""
         await self._seen.wait()
 
-    # -- for who watches
+    # -- for monitoring
 
     def missing(self) -> list[PeerID]:
-        """The known members that this peer should reach and does not, as it has warned."""
+        """The known members that this peer should reach but does not, and of which it has warned."""
         return self._reach.told()
 
     def refused(self) -> tuple[bytes, str] | None:
-        """The last peer of the run that had other terms, and how they differ, if it is still connected, or that was in
-        the last REFUSED_SECONDS; else None."""
+        """The last peer of the run that had other terms, and how they differ. None if that peer is not connected any
+        more and was refused longer ago than REFUSED_SECONDS."""
         if self._refused is None:
             return None
         key, until = self._refused
@@ -158,12 +158,12 @@ class Contacts:
     # -- peers with other terms
 
     async def check_terms(self) -> None:
-        """For a newcomer: raises `Rejected` if other peers of the run have other terms, this peer has not met anybody
-        with its own for `ALONE_SECONDS`, and so it is the one that differs. Otherwise one that comes first where all
-        come anew would end for a liar who is there already, and so would one that is cut off with a liar.
+        """Raise `Rejected` if this peer, a newcomer, is the one whose terms differ from those of the run: it meets
+        only peers with other terms for `ALONE_SECONDS`.
 
-        Of two peers alone, the one with more samples behind its state stays; before there are any, the one with the
-        smaller key."""
+        It waits because a single liar may be the first peer that it meets, for example when all peers start anew. Of
+        two peers alone, the one with more samples behind its state stays; before there are samples, the one with the
+        smaller key stays."""
         until = self._now() + ALONE_SECONDS
         while (difference := self._differs()) is not None:
             if self._now() >= until:
@@ -175,7 +175,8 @@ class Contacts:
                     await self.seen()
 
     def _differs(self) -> str | None:
-        """In what this peer differs from all whom it reaches, if it is the one that does."""
+        """How the terms of this peer differ from those of all peers that it reaches, if this peer is the one that
+        differs; else None."""
         strangers = {k: known for k, known in self._strangers.items() if self._channel.is_connected(k)}
         if not strangers or self._has_met:
             return None
@@ -186,7 +187,8 @@ class Contacts:
         return next(iter(strangers.values())).difference
 
     def _is_stranger(self, peer: PeerID, hello: msg.Hello, differs_in: str) -> None:
-        """A peer of the run has other terms: log that once. Where the tensors differ, the two ask each other which."""
+        """A peer of the run has other terms: log that once. If the tensors differ, the two peers first find out which
+        ones."""
         known = self._strangers.get(peer.key)
         if known is not None and known.terms == hello.terms:
             known.tip = hello.tip
@@ -210,7 +212,7 @@ class Contacts:
         log.warning("%r is in the run with other terms: %s", peer, stranger.difference, extra={"shoal": fields})
 
     def on_describe(self, peer: PeerID, theirs: Buffer) -> Reply:
-        """A peer asks for this one's tensors, and tells its own."""
+        """A peer asks for the description of this peer's tensors, and sends that of its own."""
         stranger = self._strangers.get(peer.key)
         if stranger is not None:
             self._compare(stranger, theirs)
@@ -225,7 +227,8 @@ class Contacts:
     # -- members
 
     def on_hello(self, peer: PeerID, hello: msg.Hello) -> msg.Hello:
-        """A peer of the run speaks. Raises Refused if it uses another peer's name."""
+        """A peer of the run says HELLO. Returns this peer's HELLO. Raises Refused if the peer uses another peer's
+        name, or a tip that can't exist."""
         require(hello.sender.key == peer.key, "HELLO in the name of another peer")
         require(self._channel.believes(hello.tip), "a tip with a pin that is not known here")
         differs_in = self._peer.terms.difference(hello.terms)
@@ -238,7 +241,7 @@ class Contacts:
         self._strangers.pop(peer.key, None)
         self.spoke(hello.sender)
         new = self._view.hear(peer.key, hello.members, self._now())
-        # One that was lost is not known any more, and lives if others reach it.
+        # If others reach a member that this peer has lost, it is alive.
         known = [m for m in hello.members if self._view.is_known(m.key) or self._reach.misses(m.key)]
         self._reach.known(self._out_of_reach(known), self._now(), listed=False)
         self._reach_changed.set()
@@ -253,7 +256,7 @@ class Contacts:
         return self._peer.hello()
 
     def spoke(self, member: Member) -> None:
-        """A member has spoken, so it is there, whatever was known of it before."""
+        """A member has sent a message, so it is in the run and alive, whatever was known of it before."""
         self._has_met = True
         if self._reach.reached(member):
             self.losses.back(member.key)
@@ -266,37 +269,38 @@ class Contacts:
                 self._spread = asyncio.get_running_loop().call_later(SPREAD_DELAY, self._tell_others)
 
     def _tell_others(self) -> None:
-        """There is a member that others may not know: the coordinator tells all, others tell the coordinator."""
+        """Tell others of a new member that they may not know. The coordinator tells all; others tell the
+        coordinator."""
         self._spread = None
         if not self._channel.node.closed:
             coordinator, me = self._peer.participant.coordinator().key, self._view.me.key
             self._channel.notify(self._view.others() if coordinator == me else [coordinator], self._peer.hello())
 
     async def meet(self, member: Member) -> None:
-        """Connect to a member and exchange HELLO. One that cannot be reached is not a member here."""
+        """Connect to a member and exchange HELLO. If it cannot be reached, it counts as lost."""
         if member.key in self._meeting or member.key == self._view.me.key:
             return
         if member.role is Role.CLIENT and not self._channel.is_connected(member.key):
-            return  # it dials; nobody can dial it
+            return  # nobody can dial a client: it dials others
         self._meeting.add(member.key)
         self._channel.learn(member)
         try:
             await self._greet(member.peer)
         except (P2PError, TimeoutError) as error:
             if not (isinstance(error, TimeoutError) and self._channel.is_connected(member.key)):
-                self.lose(member.key)  # one that is slow to answer is left to `look_after`
+                self.lose(member.key)  # `look_after` handles a connected member that is slow to answer
         finally:
             self._meeting.discard(member.key)
 
     async def meet_peer(self, peer: PeerID) -> None:
-        """Exchange HELLO with a peer, which may not be known as a member, if it can be reached."""
+        """Exchange HELLO with a peer if it can be reached. The peer need not be a known member."""
         with contextlib.suppress(P2PError, TimeoutError):
             await self._greet(peer)
 
     async def _greet(self, peer: PeerID) -> None:
         try:
             hello = await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT)
-            if self._stopped:  # meanwhile: for that peer, HELLO came after LEAVE, or instead
+            if self._stopped:  # that peer may have received HELLO after LEAVE, or no LEAVE at all
                 self._channel.notify([peer.key], msg.Leave())
                 return
             self.on_hello(peer, hello)
@@ -309,15 +313,15 @@ class Contacts:
             await asyncio.wait([stranger.explaining])
 
     def look(self, *, dial: bool = False) -> None:
-        """Read the directory now: a member is missing that may be listed. With `dial`, also dial all missing members:
-        this peer was away, not they."""
+        """Read the directory now, since a missing member may be listed there. With `dial`, also dial all missing
+        members at once, because this peer was away, and not they."""
         if dial:
             self._reach.hurry(self._now())
         self._look_now.set()
 
     def _moved(self, addresses: Sequence[Multiaddr]) -> None:
-        """This peer is reached at other addresses: list it there, and tell those that are connected. If at none any
-        more, its relays may come back, and nobody is to take it for one that listens."""
+        """This peer is reached at other addresses: publish them, and tell the connected members. If there are none, do
+        nothing: the relays of this peer may come back."""
         if not addresses:
             return
         me = self._view.me.at(addresses)
@@ -327,7 +331,7 @@ class Contacts:
             self._act()
 
     def left(self, key: bytes) -> None:
-        """A member says that it leaves. It is not dialled again unless it is listed anew."""
+        """A member says that it leaves. This peer dials it again only if it is listed anew."""
         self._reach.left(key, self._now())
         self._reach_changed.set()
         self._directory.gone(key)
@@ -352,7 +356,8 @@ class Contacts:
         return known
 
     def _coordinators(self) -> list[bytes]:
-        """Who coordinates the round that this peer is in, if it is in one, and who calls the next round of its tip."""
+        """The coordinator of the round that this peer is in, if it is in one, and the member that calls the next round
+        of its tip."""
         participant = self._peer.participant
         in_round = [] if participant.begin is None else [participant.ballot.coordinator]
         return [*in_round, participant.coordinator().key]
@@ -364,12 +369,12 @@ class Contacts:
     # -- signs of life
 
     def forget_watches(self) -> None:
-        """This process stood still: what has arrived meanwhile was not read yet."""
+        """Forget when peers last gave a sign of life. This process stood still, so it has not read what has arrived."""
         self._watches.clear()
 
     def look_after(self, keys: Iterable[bytes], timeout: float, now: float) -> None:
-        """These peers are waited for; to be called every second. They are pinged. A peer that gives no sign of life for
-        `timeout` seconds is disconnected, and so is lost."""
+        """Ping these peers, which this peer waits for. A peer that gives no sign of life for `timeout` seconds is
+        disconnected, and so is lost. Called every second."""
         node, before = self._channel.node, self._watches
         waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
         self._watches = {}
@@ -404,16 +409,17 @@ class Contacts:
     # -- the directory
 
     async def _refresh(self) -> None:
-        """Stay listed, and meet whoever is listed and not connected: newcomers, and both sides of a healed
+        """Keep this peer listed, and meet listed peers that it does not know: newcomers, and the other side of a healed
         partition."""
         while True:
-            # Peers that start together may each have read the directory before the other was listed: look again soon.
+            # Peers that start together may each have read the directory before the other was listed. So early in a run
+            # the directory is read often.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_SECONDS if self._peer.tip.epoch else FIRST_REFRESH_SECONDS):
                     await self._look_now.wait()
             self._look_now.clear()
             try:
-                # Read before its own record is renewed: another process that writes that record is seen then.
+                # Read before this peer renews its record, to see whether another process has written that record.
                 listed = await self._directory.read()
                 await self._directory.publish(self._view.me)
             except (P2PError, TimeoutError) as error:
@@ -428,7 +434,7 @@ class Contacts:
             await asyncio.gather(*map(self.meet, self._connected_only(listed)))
 
     async def _keep_reaching(self) -> None:
-        """Dial missing members for as long as they are missing, and report what that does not change."""
+        """Dial missing members for as long as they are missing, and report those that stay missing."""
         while True:
             self._reach_changed.clear()
             now = self._now()
@@ -450,8 +456,8 @@ class Contacts:
         return [member for member in members if not self._channel.is_connected(member.key)]
 
     def _connected_only(self, listed: Iterable[Member]) -> list[Member]:
-        """Listed peers that are connected and are no members here: the connection may be the DHT's, or they have other
-        terms by now, or were believed to be lost."""
+        """The listed peers that are connected but no members here. The connection may be one of the DHT, the peer may
+        have changed its terms, or this peer may have taken it for lost."""
         unknown = (member for member in listed if member.key not in self._view.members)
         return [member for member in unknown if self._channel.is_connected(member.key)]
 

@@ -1,4 +1,4 @@
-"""Where the peers of a run find each other: signed records under the run's key in the DHT."""
+"""Lets the peers of a run find each other by signed records under the run's key in the DHT."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 RECORD_SECONDS = 60.0  # how long a record lives in the DHT; a dead peer is listed no longer than this
 REFRESH_SECONDS = 15.0
-MAX_CLOCK_DIFFERENCE = 15.0  # seconds, until it is warned of; from RECORD_SECONDS on a peer is not found
+# In seconds. A larger difference is warned of. From RECORD_SECONDS on, the peers do not find each other.
+MAX_CLOCK_DIFFERENCE = 15.0
 
 
 class Directory:
-    """Lists the peers of one run. This one lists nobody: for a run whose members know each other."""
+    """Lists the peers of one run. This base class lists nobody; it is for a run whose members know each other."""
 
     async def publish(self, member: Member) -> None:
         """List this peer for the next RECORD_SECONDS."""
@@ -39,28 +40,29 @@ class Directory:
         return []
 
     def gone(self, key: bytes) -> None:
-        """That peer has left or was lost: it counts as listed again when its record is newer than that."""
+        """That peer has left or was lost. It is listed again only if it publishes a newer record."""
 
     def on_moved(self, handler: Callable[[Sequence[Multiaddr]], None]) -> Callable[[], None]:
-        """Have `handler` called with the addresses at which this peer is reached when these may have changed; returns a
-        function that ends that."""
+        """Call `handler` with the addresses at which this peer is reached, whenever they may have changed. Returns a
+        function that ends this."""
         return lambda: None
 
     def others(self) -> int:
-        """How many other peers could be listed here, in this run or in others, as far as is known."""
+        """How many other peers of any run use the same DHT, as far as this peer knows."""
         return 0
 
 
 class DHTDirectory(Directory):
     """A directory in the DHT. Each peer writes its own subkey, which only it can sign.
 
-    Warns when this peer can't be listed, and once when its clock is behind another's: then its record expires early, or
-    has expired already, for those who read it; and once when another process writes this peer's record.
+    It warns when this peer can't be listed; once when this peer's clock is behind another's, since others then see its
+    record expire early; and once when another process writes this peer's record.
 
     Args:
         dht: this peer's DHT node.
-        run_id: names the run. Of a closed one, records carry their peers' memberships, and others are not read.
-        clock: seconds, as the DHT's.
+        run_id: the name of the run. In a closed run, each record carries the membership of its peer, and records
+            without a valid one are ignored.
+        clock: the clock of the DHT, in seconds.
     """
 
     def __init__(self, dht: DHTNode, run_id: str, clock: Callable[[], float] = get_dht_time) -> None:
@@ -68,10 +70,10 @@ class DHTDirectory(Directory):
         self._gate = gate_of(dht.node, run_id)
         self._words = None if self._gate is None else OwnersWords(dht, self._gate, clock)
         self._key = members_key(run_id)
-        self._unlisted = self._behind = False  # whether that was said
-        self._gone: dict[bytes, float] = {}  # of each: what its record must outlive to be listed
+        self._unlisted = self._behind = False  # whether the log has said so
+        self._gone: dict[bytes, float] = {}  # by peer: its record counts only if it expires later than this
         self._written = 0.0  # the latest expiration time of this peer's records
-        self._foreign = 0.0  # that of the last one under its name that it did not write
+        self._foreign = 0.0  # the expiration time of the last record of this peer that another process wrote
 
     async def publish(self, member: Member) -> None:
         expiration = self._clock() + RECORD_SECONDS
@@ -87,16 +89,16 @@ class DHTDirectory(Directory):
         return msgspec.msgpack.encode(member if self._gate is None else (member, self._gate.holder.text))
 
     def _decoded(self, subkey: object, record: Any) -> Member | None:
-        """The member that a record lists; None for a record that counts for nothing."""
+        """The member that a record lists; None for an invalid record."""
         try:
             if self._gate is None:
                 member = _decoder.decode(record)
             else:
                 member, membership = _admitted.decode(record)
         except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
-            return None  # a record of its own making hurts nobody but its owner
+            return None  # only its owner suffers from a record that can't be read
         if subkey != owner_marker(member.peer):
-            return None  # anybody may have written it, so it says nothing and takes no place
+            return None  # another peer may have written it
         if self._gate is not None and member.peer != self._dht.peer_id:
             parts = (Part.WATCH,) if member.role is Role.CLIENT else parts_of(member.role)
             if not self._gate.learn(membership, member.key, *parts):
@@ -142,15 +144,17 @@ class DHTDirectory(Directory):
         return len({peer.peer for peer in self._dht.table.alive()} - self._dht.node.mates)
 
     def _look_for_twin(self, expiration: float) -> None:
-        """What outlives all that this peer has written was written by another process with its identity. One such
-        record may be of an earlier start, if the clock was set back since; a second one is of somebody who lives."""
+        """Find another process with this peer's identity: it has written a record that expires later than all records
+        of this process. One such record may come from an earlier start, if the clock was set back since then; a second
+        one comes from a process that runs."""
         if expiration > self._written and expiration != self._foreign:
             if self._foreign:
                 self._dht.node.twins.found(self._dht.peer_id)
             self._foreign = expiration
 
     def _compare_clocks(self, latest: float) -> None:
-        """All write RECORD_SECONDS ahead by their own clocks, so what expires later was written by a clock ahead."""
+        """Each peer's record expires RECORD_SECONDS ahead by its own clock. So if a record expires later than that, its
+        writer's clock is ahead of this one."""
         behind = latest - self._clock() - RECORD_SECONDS
         if behind > MAX_CLOCK_DIFFERENCE and not self._behind:
             limit = (

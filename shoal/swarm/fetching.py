@@ -1,4 +1,4 @@
-"""Fetches chunks of a round's result from members that hold them: for a repair, or because this peer missed the
+"""Fetches chunks of a round's result from members that hold them, for a repair or because this peer missed the
 round."""
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ FETCHES = 8  # chunks fetched at a time
 
 
 class Fetching:
-    """Fetches chunks.
+    """Fetches chunks of results from other members.
 
     Args:
         channel: sends the requests.
-        timeout: seconds that an answer may take.
-        progressed: called for each chunk that has arrived: on a slow line all of them may take long.
+        timeout: the time, in seconds, within which a member must answer.
+        progressed: called for each chunk that has arrived, because on a slow line all chunks together may take long.
     """
 
     def __init__(self, channel: Channel, timeout: float, progressed: Callable[[], None]) -> None:
         self._channel, self._timeout, self._progressed = channel, timeout, progressed
 
     async def fetch(self, exchange: BytesExchange, sources: Iterable[Source]) -> dict[bytes, str]:
-        """Fetch chunks, a few at a time, and write them where they belong. Returns the holders that did not send what
-        they hold, each with the reason."""
+        """Fetch chunks, a few at a time, and write them to the exchange's output. Returns the holders that did not send
+        their chunks, each with the reason."""
         slots = asyncio.Semaphore(FETCHES)
         failed: dict[bytes, str] = {}
 
@@ -58,8 +58,21 @@ class Fetching:
         return failed
 
     async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
-        """Fetch the whole result of a round from its members. All are asked at once, and those that have it send it at
-        once: one that says nothing, or sends slowly, holds up nobody. Raises `ResultLost` if they do not send it."""
+        """Fetch the whole result of a round from its members.
+
+        It asks all members at the same time, and all that hold the result send chunks at the same time. So a member
+        that is silent or slow does not hold this up.
+
+        Args:
+            commit: the COMMIT of the round.
+            open_exchange: makes the exchange for the BEGIN of the round.
+
+        Returns:
+            The exchange, whose output holds the result.
+
+        Raises:
+            ResultLost: if the members do not send the result.
+        """
         failed: dict[bytes, str] = {}
         for holders in self._holders(commit):
             exchange = await self._fetch_from(holders, commit, open_exchange, failed)
@@ -75,7 +88,8 @@ class Fetching:
         open_exchange: Callable[[Begin], BytesExchange],
         failed: dict[bytes, str],
     ) -> BytesExchange | None:
-        """Fetch the result from those of these members that hold it; None if they do not send all of it."""
+        """Fetch the result from the members among `holders` that hold it. Returns None if they do not send all of
+        it."""
         whole: _Whole | None = None
         questions = {asyncio.ensure_future(self._ask(key, commit, failed)) for key in holders}
         waited_for: set[asyncio.Future[Any]]
@@ -106,7 +120,8 @@ class Fetching:
                 failed.update((peer.key, reason) for peer, reason in whole.plan.dropped.items())
 
     async def _ask(self, key: bytes, commit: Commit, failed: dict[bytes, str]) -> tuple[bytes, Committed | None]:
-        """Ask a member for the plan of the round, and for the digests of its chunks; dial it if need be."""
+        """Ask a member for the BEGIN of the round and the digests of its chunks. Dial the member if it is not
+        connected."""
         try:
             unreached = await self._channel.connect({} if self._channel.is_connected(key) else {key: DIAL_TIMEOUT})
             require(key not in unreached, unreached.get(key, ""))
@@ -123,8 +138,8 @@ class Fetching:
             return key, None
 
     def _holders(self, commit: Commit) -> tuple[list[bytes], ...]:
-        """The other members of the round: those that are connected, of which those that are relayed come later, and
-        those that may be dialled."""
+        """The other members of the round, in the order in which to ask them: connected ones, connected ones that are
+        relayed, and ones that must be dialled first."""
         others = [key for key in commit.members if key != self._channel.node.peer_id.key]
         relayed = {member.key for member in commit.view if member.is_relayed}
         connected = [key for key in others if self._channel.is_connected(key)]
@@ -134,17 +149,17 @@ class Fetching:
 
 
 class _Whole:
-    """The result of a round, as its chunks arrive from the members that hold it.
+    """The download of one round's whole result.
 
     Args:
-        fetching: whose this is.
-        answer: of a member that holds it.
-        exchange: of that round.
+        fetching: the `Fetching` to which this belongs.
+        answer: the answer of a member that holds the result.
+        exchange: the exchange of the round; its output receives the result.
 
     Attributes:
         exchange: as given.
-        plan: which chunk to ask whom for.
-        fetches: what was asked for.
+        plan: decides which member to ask for which chunk.
+        fetches: the requests that are under way.
     """
 
     def __init__(self, fetching: Fetching, answer: Committed, exchange: BytesExchange) -> None:
@@ -156,9 +171,9 @@ class _Whole:
         self._movements: dict[PeerID, Movement] = {}
 
     def fetch_more(self) -> float | None:
-        """Ask for what may be asked for now. Returns when to call this again if nothing happens."""
+        """Send the requests that are due. Returns when to call this again if nothing happens."""
         transport = self._channel.node.transport
-        for holder in self.plan.owing:  # one whose chunk is on its way over a slow line is not silent
+        for holder in self.plan.owing:  # a holder whose chunk is on its way over a slow line is not silent
             moved = transport.moved(holder)
             if self._movements.setdefault(holder, Movement(moved)).goes_on(moved):
                 self.plan.is_sending(holder, _now())
@@ -167,7 +182,7 @@ class _Whole:
         return self.plan.next_check()
 
     def is_complete(self) -> bool:
-        """Whether all chunks are here."""
+        """Whether all chunks have arrived."""
         for fetch in [fetch for fetch in self.fetches if fetch.done()]:
             self.fetches.discard(fetch)
             fetch.result()
@@ -176,7 +191,7 @@ class _Whole:
     async def _fetch(self, holder: PeerID, chunk: int) -> None:
         book, digest = self.exchange.book, self._digests[chunk]
         try:
-            if chunk in self.plan.missing:  # else a late holder has just sent it
+            if chunk in self.plan.missing:  # otherwise a late holder has just sent it
                 self.exchange.await_fetched(chunk, holder.key, self._channel.node.transport.leases)
             reply = await self._channel.ask(holder.key, Fetch(book.begin.round, chunk), self._timeout)
             require(len(reply.buffers) == 1, f"chunk {chunk} came without its bytes")
@@ -189,7 +204,7 @@ class _Whole:
             self._progressed()
 
     def close(self) -> None:
-        """Nothing is fetched any more, or written: the next round writes there."""
+        """Stop fetching and writing, because the next round writes to the same output."""
         for fetch in self.fetches:
             fetch.cancel()
         self.exchange.close()

@@ -1,8 +1,8 @@
-"""The gate of a closed run: who is admitted here, as one node knows it, and what strangers get.
+"""The gate of a closed run: which peers one node admits, and how it answers all others (*strangers*).
 
 Each node of a closed run has one gate, for the run and all runs within it (`<run id>/grad`, …). Peers show each other
-their memberships before anything else (`Show`), and the newest words of the owner go the same way (`News`). Services
-ask the gate before they decode a message. In an open run there is no gate.
+their memberships before anything else (`Show`), and pass on the newest words of the owner, which are revocations and
+pins (`News`). Services ask the gate before they decode a message. An open run has no gate.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REFUSAL = "members only"
-MAX_REFUSALS = 3  # that a stranger gets in all: with their envelopes less than 1 kB
-AGAIN_SECONDS = 1.0  # between two memberships of a stranger that are looked into
+MAX_REFUSALS = 3  # replies to one stranger in all, less than 1 kB with their envelopes
+AGAIN_SECONDS = 1.0  # the gate checks a membership from a stranger at most once in this time
 MAX_STRANGERS = 4096
 MAX_ADMITTED = 4096
 MAX_WORTHLESS = 16384
-LOOK_SECONDS = 2.0  # between two looks for memberships that have ended
-RETRY_SECONDS = 60.0  # after a membership could not be renewed, at most
+LOOK_SECONDS = 2.0  # how often the gate looks for expired memberships
+RETRY_SECONDS = 60.0  # the longest time between two attempts to renew a membership
 SHOW_TIMEOUT = 5.0
 
 Document = Annotated[str, msgspec.Meta(max_length=MEMBERSHIP.max_text)]
@@ -49,7 +49,7 @@ Known = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class Show(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The sender's membership, and the numbers of the owner's list of revocations and pin that it has (0: none)."""
+    """The sender's membership, and the numbers of the revocations and of the pin that the sender has (0: none)."""
 
     membership: Document
     revocations: Known
@@ -72,9 +72,9 @@ class _Admitted:
     """A member.
 
     Attributes:
-        membership: checked, and valid when it came.
+        membership: the checked membership; it was valid when it arrived.
         text: its text form.
-        parts: all that it permits.
+        parts: all parts that it permits.
     """
 
     membership: Membership
@@ -84,11 +84,11 @@ class _Admitted:
 
 @dataclass(slots=True)
 class _Stranger:
-    """A peer without a membership that has asked something.
+    """A peer without a membership that has sent a request.
 
     Attributes:
-        refusals: how many it got.
-        look_at: when the next membership that it shows is looked into, on the loop's clock.
+        refusals: how many refusals it was sent.
+        look_at: a membership that it shows before this time is not checked, on the loop's clock.
     """
 
     refusals: int = 0
@@ -99,16 +99,16 @@ class Gate:
     """Who is admitted to a closed run, as one node knows it. Its methods are called on the node's loop.
 
     Args:
-        node: this peer.
+        node: the node of this peer.
         run: the closed run.
-        holder: of this peer's membership.
-        clock: seconds since 1970.
+        holder: holds this peer's membership.
+        clock: returns the seconds since 1970.
 
     Attributes:
-        run: as given.
-        revocations, pin: the newest that the owner has signed, as far as is known here; any thread may read them.
-        texts: their text forms, in that order.
-        words_read_at: when they were last looked for in the DHT, on its clock.
+        run, holder: as given.
+        revocations, pin: the newest ones of the owner that are known here; any thread may read them.
+        texts: the text forms of revocations and pin.
+        words_read_at: when a service last looked for them in the DHT, on the gate's clock.
     """
 
     def __init__(self, node: Node, run: ClosedRun, holder: Holder, clock: Callable[[], float] = get_dht_time) -> None:
@@ -133,7 +133,7 @@ class Gate:
     # -- life
 
     def enter(self, removed: Callable[[bytes], None], pinned: Callable[[], None]) -> Callable[[], None]:
-        """A service of the run begins. Returns a function that ends it.
+        """Register a service of the run, which begins. Returns a function to call when the service ends.
 
         Args:
             removed: called with the key of each peer whose membership has ended.
@@ -145,7 +145,7 @@ class Gate:
         if self._users == 1:
             self._node.serve(self._service, self._handle)
             self._stop_listening = self._node.on_lost(lambda peer, reason: self._shown.discard(peer.key))
-            # A user's function may never return: only the renewal waits for it.
+            # Two tasks, since a user's function may never return, and then only the renewal must wait for it.
             self._tasks = [self._node.spawn(self._keep_valid()), self._node.spawn(self._keep_renewed())]
 
         def leave() -> None:
@@ -165,7 +165,7 @@ class Gate:
 
     @property
     def in_use(self) -> bool:
-        """Whether a service of the run is there."""
+        """Whether a service of the run is registered."""
         return self._users > 0
 
     # -- who is admitted
@@ -176,19 +176,27 @@ class Gate:
         return key == self._node.peer_id.key or (held is not None and held.membership.is_valid(self._clock()))
 
     def admit(self, peer: PeerID) -> None:
-        """Raises Refused, with the same words whatever it asks, if that peer is no member of the run."""
+        """Raise Refused if that peer is no member of the run. The error says the same whatever the peer asks."""
         if not self.admits(peer.key):
             self._refuse(peer)
 
     def require(self, peer: PeerID, *parts: Part) -> None:
-        """Raises Refused if the peer's membership permits none of these parts."""
+        """Raise Refused if the peer's membership permits none of these parts."""
         held = self._admitted.get(peer.key)
         if peer != self._node.peer_id and (held is None or held.parts.isdisjoint(parts)):
             raise Refused(f"the membership of this peer does not permit to {' or '.join(p.value for p in parts)}")
 
     def learn(self, text: str, key: bytes, *parts: Part) -> bool:
-        """A peer, or a record that it has signed, shows a membership. Returns whether the peer is a member, who may
-        take one of these parts if any are given."""
+        """A peer, or a record that it has signed, shows a membership.
+
+        Args:
+            text: the membership.
+            key: the key of the peer.
+            parts: the peer needs one of these parts; without any, every membership will do.
+
+        Returns:
+            Whether the peer is a member with one of these parts.
+        """
         held = self._admitted.get(key)
         if held is None or held.text != text:
             shown = self._read(text)
@@ -204,8 +212,8 @@ class Gate:
         return not parts or not held.parts.isdisjoint(parts)
 
     def _read(self, text: str) -> Membership | None:
-        """The membership with that text; None if it is none of this run. What was looked into once in vain costs
-        nothing again: anybody may fill the DHT with such records."""
+        """Parse a membership; None if the text is no membership of this run. Invalid texts are remembered and not
+        parsed again, because anybody may fill the DHT with them."""
         digest = blake3(text.encode(errors="replace")).digest(length=16)
         if digest in self._worthless:
             return None
@@ -219,7 +227,7 @@ class Gate:
         return None
 
     def _counts(self, membership: Membership, key: bytes) -> bool:
-        """Whether that peer's membership is valid now, and its newest."""
+        """Whether this is a valid membership of that peer, and its newest one."""
         held = self._admitted.get(key)
         is_newest = held is None or membership.serial >= held.membership.serial
         is_void = self.revocations is not None and self.revocations.voids(membership)
@@ -235,7 +243,7 @@ class Gate:
         raise (Refused if stranger.refusals <= MAX_REFUSALS else Unanswered)(REFUSAL)
 
     def _admit_to_show(self, peer: PeerID) -> None:
-        """To show a membership, anybody may speak, but who has shown nothing of worth not often."""
+        """Anybody may show a membership. A stranger that has shown invalid ones is answered only now and then."""
         stranger = self._strangers.get(peer.key)
         if stranger is None or self.admits(peer.key):
             return
@@ -269,8 +277,8 @@ class Gate:
             self._node.notify([peer], self._service, News(*self.texts))
 
     def ready(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of these peers to which a message may be sent now. One that has not seen this peer's membership on
-        this connection is shown it first."""
+        """The members among these peers, to which a message may be sent now. If one has not seen this peer's membership
+        on this connection, this call sends it first."""
         me, admitted = self._node.peer_id.key, [key for key in keys if self.admits(key)]
         for key in admitted:
             if key not in self._shown and key != me and self._node.is_connected(PeerID(key)):
@@ -279,21 +287,27 @@ class Gate:
         return admitted
 
     async def introduce(self, peer: PeerID, timeout: float = SHOW_TIMEOUT) -> None:
-        """Connect to that peer if need be, and show each other the memberships, unless that was done. Raises P2PError
-        or TimeoutError if the peer can't be reached or is not admitted, and Refused if it does not admit this one."""
+        """Exchange memberships with that peer, unless that was done. Connects to the peer if needed.
+
+        Raises:
+            P2PError: if the peer can't be reached.
+            TimeoutError: if it does not answer in time.
+            NotAdmitted: if it has no valid membership.
+            Refused: if it does not admit this peer.
+        """
         if peer == self._node.peer_id or (peer.key in self._shown and self.admits(peer.key)):
             return
         task = self._showing.get(peer.key)
         if task is None:
             task = self._showing[peer.key] = self._node.spawn(self._introduce(peer, timeout))
             task.add_done_callback(lambda _: self._showing.pop(peer.key, None))
-        await asyncio.wait([task])  # which does not end it for the others that wait
+        await asyncio.wait([task])  # unlike `await task`, this does not cancel the task for other callers
         if task.cancelled():
             raise NotAdmitted("this node was closed")
         task.result()
 
     def refused(self, peer: PeerID) -> None:
-        """That peer says that it has not seen this one's membership: show it again."""
+        """That peer says that it has not seen this peer's membership, so show it again before the next message."""
         self._shown.discard(peer.key)
 
     async def _introduce(self, peer: PeerID, timeout: float) -> None:
@@ -315,7 +329,8 @@ class Gate:
     # -- what the owner says
 
     def hear(self, revocations: str, pin: str) -> None:
-        """Somebody passes on the owner's words; "" for none. Newer ones are followed, and told to all members."""
+        """Another peer passes on the owner's revocations and pin; "" for none. Newer ones take effect, and are passed
+        on to all connected members."""
         is_new = self._hear_revocations(revocations) | self._hear_pin(pin)
         if is_new:
             connected = [PeerID(key) for key in self._admitted if self._node.is_connected(PeerID(key))]
@@ -361,7 +376,8 @@ class Gate:
         return True
 
     def believes(self, pin: int) -> bool:
-        """Whether a tip with that pin can be: the owner's pin of that number is known here."""
+        """Whether a tip with that pin can exist: this peer knows a pin of the owner with that number or a higher
+        one."""
         return pin <= (0 if self.pin is None else self.pin.number)
 
     def _remove(self, key: bytes, reason: str) -> None:
@@ -377,7 +393,7 @@ class Gate:
     # -- time
 
     async def _keep_valid(self) -> None:
-        """Put out members whose memberships end."""
+        """Remove members whose memberships expire."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._clock()
@@ -392,7 +408,7 @@ class Gate:
                 )
 
     async def _keep_renewed(self) -> None:
-        """Have this peer's own membership renewed in time."""
+        """Renew this peer's own membership before it expires."""
         holder, retry, ask_at = self.holder, 1.0, self.holder.renew_at
         while True:
             await asyncio.sleep(LOOK_SECONDS)
@@ -424,7 +440,7 @@ class Gate:
                 )
 
     def _warn(self, about: str, text: str) -> None:
-        """Warn once."""
+        """Log a warning, once for each `about`."""
         if about not in self._warned:
             self._warned.add(about)
             log.warning("%s", text)
@@ -434,8 +450,8 @@ class Gate:
 
 
 async def _in_a_thread(function: Callable[[], T]) -> T:
-    """What the function returns, which may take its time. (`asyncio.to_thread` has the process wait for it at its
-    end: a user's function may never return.)"""
+    """Call a function in a thread, and return its result. (With `asyncio.to_thread`, the process would wait for the
+    function when it exits, and a user's function may never return.)"""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

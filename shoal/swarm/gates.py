@@ -1,4 +1,4 @@
-"""The gates of a node: one for each closed run that it is in, which all its services of that run share."""
+"""The gates of a node. All services of one closed run share one gate."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from shoal.swarm.gate import Gate
 
 log = logging.getLogger(__name__)
 
-_told_open: set[str] = set()  # the open runs of which this process has said what they are
+_told_open: set[str] = set()  # the open runs of which this process has logged that they are open
 _lock = threading.Lock()
 
 
 def admit_to(node_of: Callable[[], Node], run_id: str, membership: Source | None) -> None:
-    """Have a node's services of a closed run show a membership; in an open run, there is none. To be called before
-    they are made; may take as long as the source does.
+    """Make the gate of a node for a closed run, with this peer's membership. Does nothing in an open run.
+
+    Call this before the services of the run are made. It may take as long as the source of the membership does.
 
     Args:
-        node_of: gives the node, which an open run does not need to have yet.
-        run_id, membership: as users give them.
+        node_of: returns the node. In an open run it is not called.
+        run_id: the name of the run.
+        membership: the membership as the user gives it: the line, a file or a function; None for an open run, or if
+            the node has a gate already.
 
     Raises:
-        ValueError: for an open run with a membership, and for a closed one without; and as `Holder`.
+        ValueError: for an open run with a membership, for a closed run without one, and for what `Holder` refuses.
     """
     run = ClosedRun.of(run_id)
     if run is None:
@@ -86,6 +89,6 @@ def _name(run: ClosedRun) -> str:
 
 
 def _shared(node: Node, run: ClosedRun) -> Gate | None:
-    """The gate that services of this node have for that run, if one of them has made it."""
+    """The gate of this node for that run; None if there is none yet."""
     gate = node.shared.get(_name(run))
     return gate if isinstance(gate, Gate) else None

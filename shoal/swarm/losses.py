@@ -1,5 +1,5 @@
-"""What a peer sees happen to other members: whom it has lost, and whom it puts out of rounds as their coordinator. For
-the log, and for who watches the run."""
+"""Records which members this peer has lost, and which ones it has put out of rounds as their coordinator. The log and
+the health record report them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shoal.swarm.protocol.view import MAX_MEMBERS
 
 log = logging.getLogger(__name__)
 
-TOLD_SECONDS = 30.0  # for which it is told that a member was lost: as long as the last record of its own lives
+TOLD_SECONDS = 30.0  # a loss is reported for so long, which is as long as the lost member's own last record lives
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A member whose connection ended, and that did not say that it leaves.
+    """A member whose connection ended although it had not said that it leaves.
 
     Attributes:
-        key: of it.
+        key: the key of the member.
         number: how many members this peer had lost before.
-        coordinated: whether it coordinated this peer's round, or was to call the next one.
+        coordinated: whether the member coordinated this peer's round, or was to call the next one.
     """
 
     key: bytes
@@ -36,9 +36,9 @@ class PutOut:
     """A member that this peer has put out of a round.
 
     Attributes:
-        key: of it.
-        number: how many this peer had put out before.
-        reason: why.
+        key: the key of the member.
+        number: how many members this peer had put out before.
+        reason: why this peer has put it out.
     """
 
     key: bytes
@@ -47,23 +47,24 @@ class PutOut:
 
 
 class Losses:
-    """Keeps account of lost members for TOLD_SECONDS, and of the one that was put out last.
+    """Remembers lost members for TOLD_SECONDS, and the member that was put out last.
 
     Attributes:
-        last_out: that one; None before the first.
-        news: set when a member was lost. Who has told of it clears it.
+        last_out: the member that was put out last; None before the first.
+        news: set when a member was lost. The reader that reports the loss clears it.
     """
 
     def __init__(self) -> None:
         self.last_out: PutOut | None = None
         self.news = asyncio.Event()
-        self._lost: dict[bytes, tuple[Loss, float]] = {}  # each with the time until which it is told
+        self._lost: dict[bytes, tuple[Loss, float]] = {}  # each with the time until which it is reported
         self._count = 0
         self._lead: Coordinator | None = None
-        self._out: set[bytes] = set()  # of the round that `_lead` coordinates, and told of
+        self._out: set[bytes] = set()  # put out of the round that `_lead` coordinates, and reported
 
     def add(self, key: bytes, *, coordinated: bool, connected: int, epoch: int, now: float) -> None:
-        """A member was lost. `connected`: how many members are left, with this peer; `epoch`: of this peer."""
+        """A member was lost. `connected` is the number of connected members that are left, this peer included; `epoch`
+        is the epoch of this peer."""
         peer = PeerID(key)
         fields: dict[str, object] = {"event": "lost", "peer": str(peer), "members": connected}
         log.info("%s is lost; members connected, with this peer: %d", peer, connected, extra={"shoal": fields})
@@ -82,15 +83,15 @@ class Losses:
         self._lost.pop(key, None)
 
     def told(self, most: int, now: float) -> list[Loss]:
-        """The members that were lost in the last TOLD_SECONDS; of more than `most` those that were lost last."""
+        """The members that were lost in the last TOLD_SECONDS; the last `most` of them."""
         while self._lost and next(iter(self._lost.values()))[1] <= now:
             del self._lost[next(iter(self._lost))]
         return [loss for loss, _ in self._lost.values()][-most:]
 
     def look(self, lead: Coordinator) -> None:
-        """See whom this peer, as the coordinator of its round, has put out of it since it last looked."""
+        """Record the members that this peer, as the coordinator of its round, has put out since the last call."""
         if lead is not self._lead:
-            # Who takes a round over begins with those that are out already.
+            # A coordinator that has taken a round over did not itself put out the members that were out before.
             self._lead, self._out = lead, set(lead.out) if lead.took_over else set()
         for key in lead.out.keys() - self._out if len(lead.out) > len(self._out) else ():
             self._out.add(key)

@@ -1,4 +1,5 @@
-"""The owner's revocations and pin in the DHT, where members find them that nobody has told them yet."""
+"""Keeps the owner's revocations and pin of a closed run (its *words*) in the DHT, for members that nobody has told
+yet."""
 
 from __future__ import annotations
 
@@ -17,38 +18,40 @@ from shoal.swarm.gate import Document, Gate, LongDocument
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 15.0
-KEEP_SECONDS = 3600.0  # that a member's copy lives
-OWNER_SECONDS = 80000.0  # that the owner's own record lives: a little less than the day that a DHT allows
-COPIES = 3  # of the newest words that members keep in the DHT, beside the owner's own record
-MAX_RECORDS = 64  # that are looked into
+KEEP_SECONDS = 3600.0  # lifetime of a member's copy
+OWNER_SECONDS = 80000.0  # lifetime of the owner's own record: a little less than the day that a DHT allows
+COPIES = 3  # copies of the newest words that members keep in the DHT, beside the owner's own record
+MAX_RECORDS = 64  # records that are read
 
 Words = tuple[LongDocument, Document]
 
 
 def words_key(run: ClosedRun) -> str:
-    """Where the words of the run's owner are in the DHT: in a subkey of the owner, and in subkeys of members."""
+    """The key in the DHT of the words of the run's owner. The owner and members each write a subkey of their own."""
     return f"{run.run_id}{OWNER}"
 
 
 async def publish_words(dht: DHTNode, run: ClosedRun, words: Words, peer: PeerID, expiration: float) -> bool:
-    """Write them, signed by this node's identity `peer`. Returns whether a node of the DHT keeps them."""
+    """Write the owner's words to the DHT, in a record that this node signs as `peer`. Returns whether a node of the DHT
+    keeps the record."""
     return await dht.store(words_key(run), msgspec.msgpack.encode(words), expiration, subkey=owner_marker(peer))
 
 
 class OwnersWords:
-    """Reads the owner's words in the DHT, and keeps a few copies of the newest there: the owner need not be online.
+    """Reads the owner's words from the DHT, and keeps a few copies of the newest ones there, so that the owner need not
+    be online.
 
     Args:
         dht: this peer's DHT node.
-        gate: is told what was found.
-        clock: seconds, as the DHT's.
+        gate: the gate that receives the words.
+        clock: the clock of the DHT, in seconds.
     """
 
     def __init__(self, dht: DHTNode, gate: Gate, clock: Callable[[], float]) -> None:
         self._dht, self._gate, self._clock = dht, gate, clock
 
     async def refresh(self) -> None:
-        """Read and renew, if nobody on this node has done so in the last READ_SECONDS."""
+        """Read the words and renew the copies, unless a service of this node has done so in the last READ_SECONDS."""
         now, gate = self._clock(), self._gate
         if now < gate.words_read_at + READ_SECONDS:
             return
@@ -57,7 +60,7 @@ class OwnersWords:
         records = found.value if found is not None and isinstance(found.value, dict) else {}
         owner = owner_marker(gate.run.owner)
         kept: list[tuple[float, Words]] = []
-        # The owner's own record first; a peer that fills the key with others displaces that of no owner.
+        # The owner's own record comes first, so a peer that fills the key with other records does not displace it.
         for subkey, record in sorted(records.items(), key=lambda item: item[0] != owner)[:MAX_RECORDS]:
             try:
                 words = _decoder.decode(record.value)

@@ -1,7 +1,7 @@
 """One peer's part in a run: the driver of its `Peer`, on the event loop of its node.
 
-The machine decides; this file gives it messages, losses and the time, and performs its actions. It imports no torch:
-the bytes of a round are behind `BytesExchange`.
+`Peer` is the state machine that makes the decisions (*the machine* below). This file passes messages, losses and the
+time to it, and performs its actions. It imports no torch: `BytesExchange` hides the tensors of a round.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node, Service
+from shoal.p2p.release import RELEASE
 from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts
 from shoal.swarm.directory import Directory
@@ -41,14 +42,14 @@ from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Reach, Role, View
 
-DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` when none is given, in seconds
+DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` if none is given, in seconds
 JOIN_TIMEOUT = 10.0
-AGAIN_SECONDS = 1.5  # that a round waits for a member that this peer could not reach before
-DECLINED_SECONDS = 0.05  # after a JOIN that was declined: tips or views differ, and are about to be exchanged
+AGAIN_SECONDS = 1.5  # a round waits this long for a member that this peer could not reach before
+DECLINED_SECONDS = 0.05  # pause after a declined JOIN, in which the two peers exchange their tips or views
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
 LOOK_SECONDS = 1.0
-TELL_SECONDS = 2.0  # that a member may take to say how a round has ended
-MOST_ASKED = 3  # members that are asked that
+TELL_SECONDS = 2.0  # a member may take this long to say how a round has ended
+MOST_ASKED = 3  # how many members are asked how a round has ended
 LATER_SECONDS = 0.01  # more than the resolution of any loop's clock
 
 log = logging.getLogger(__name__)
@@ -56,17 +57,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a peer chooses for itself in a run. None stands for the default.
+    """The options of a run that each peer chooses for itself. None stands for the default.
 
     Attributes:
-        role: of this peer in rounds. A client declares no addresses.
+        role: the role of this peer in rounds. A client declares no addresses.
         bandwidth: see `Member`.
-        chunk_timeout: seconds of silence after which a member that holds up a round is left out.
-        sender_timeout, reducer_timeout: the same for members that owe parts (`chunk_timeout` when None), and for those
-            that owe results (twice `sender_timeout`).
-        request_timeout: seconds that the coordinator may take to answer.
-        keeps_state: whether a tip names a state that this peer keeps, and so only has with the result of its round.
-        tensors: the tensors behind the schema hash of the terms: a peer with other ones is told which differ.
+        chunk_timeout: seconds of silence after which a member that holds up a round is put out; 15 if None.
+        sender_timeout: the same for members that owe parts; `chunk_timeout` if None.
+        reducer_timeout: the same for members that owe results; twice `sender_timeout` if None.
+        request_timeout: the time, in seconds, within which the coordinator must answer; 10 if None.
+        keeps_state: whether a tip names a state that this peer holds. Then the peer moves to the next tip only when it
+            has the result of the round between the two.
+        tensors: the tensors behind the schema hash of the terms, to tell a peer with other ones which of them differ.
     """
 
     role: Role = Role.NODE
@@ -83,19 +85,20 @@ class Swarm:
     """The rounds of one run, for one peer.
 
     Args:
-        node: this peer.
-        addresses: where it listens.
-        directory: where the members of the run are listed.
+        node: the node of this peer.
+        addresses: the addresses at which this peer listens.
+        directory: lists the members of the run.
         run_id: the name of the run.
-        terms: what must be equal in the run.
-        rules: when a round begins; the same for all members but for the times.
-        place: what this peer chooses for itself.
-        measured: what this peer's links have carried in other runs; its rounds in this one are added. None: nothing.
+        terms: the options that must be equal in the run.
+        rules: when a round begins; the same for all members except for the times.
+        place: the options that this peer chooses for itself.
+        measured: the measured rates of this peer's links in other runs; this run adds those of its rounds. None: no
+            rates are known.
 
     Attributes:
         peer: the machine.
-        contacts: who is there, and connected.
-        gate: of a closed run; None in an open one.
+        contacts: the connections to members.
+        gate: the gate of a closed run; None in an open run.
 
     Raises:
         ValueError: if the run is closed, and this peer has no membership, or none for its role.
@@ -130,29 +133,30 @@ class Swarm:
         channel = self._channel = Channel(node, self.service, gate, has_pins=has_pins)
         view, silence = View(run_id, me, channel.is_connected), Silence(sender_timeout, reducer_timeout)
         self._signer = Signer(node.identity, run_id)
-        terms = replace_struct(terms, options={**terms.options, "protocol": msg.PROTOCOL})
+        options = {**terms.options, "protocol": msg.PROTOCOL}
+        terms = replace_struct(terms, options=options, release=RELEASE)
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self._measured = Measured() if measured is None else measured
-        self._before: dict[bytes, Flow] = {}  # what was delivered when the round began that is measured
+        self._before: dict[bytes, Flow] = {}  # by member: what was delivered before the measured round began
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._wake_at: float | None = None  # when the machine has asked for the timer
+        self._wake_at: float | None = None  # the time for which the timer is set
         self._performing = False
         self._changed = asyncio.Event()  # set when the call of `average` may go on
         self._news = asyncio.Event()
         self._news_told = self._changes_seen = 0
         self._patience: asyncio.Timeout | None = None  # ends the call of `average`
-        self._timeout = 0.0  # that patience, in seconds
-        self._round: msg.Begin | None = None  # the one that the call of `average` knows of
+        self._timeout = 0.0  # `_patience` lasts so many seconds without progress
+        self._round: msg.Begin | None = None  # the round that the call of `average` was last woken for
         self._reported: msg.Progress | None = None
         self._reported_to: tuple[bytes, Tip] | None = None  # the coordinator that has the last report, and its tip
         self._asked: list[bytes] = []  # coordinators that have not answered a report yet
         self._watching: list[bytes] = []
         self._retired = self._stopped = False
         self._tasks: list[asyncio.Task[Any]] = []
-        self._fetches: dict[asyncio.Task[Any], bytes] = {}  # of chunks for a repair, each with its round
+        self._fetches: dict[asyncio.Task[Any], bytes] = {}  # tasks that fetch chunks for a repair, each with its round
         self._stop_listening: Callable[[], None] = lambda: None
         self._leave_gate: Callable[[], None] = lambda: None
 
@@ -175,51 +179,52 @@ class Swarm:
 
     @property
     def behind(self) -> Tip | None:
-        """The best state that a connected member holds, if it outranks this peer's."""
+        """The tip of the best state that a connected member holds, if it outranks this peer's state."""
         return self.peer.participant.behind(self._now())
 
     @property
     def behind_pin(self) -> int:
-        """The pin of that state; 0 if it has none, or if there is no such state."""
+        """The pin of the state in `behind`; 0 if it has none, or if there is no such state."""
         behind = self.behind
         return 0 if behind is None else behind.pin
 
     def believes(self, tip: Tip) -> bool:
-        """Whether there can be such a tip: only an owner pins states."""
+        """Whether such a tip can exist. One with a pin exists only if the run's owner has made that pin."""
         return self._channel.believes(tip)
 
     @property
     def made(self) -> bool:
-        """Whether this peer has completed an epoch since it started: then it is no newcomer any more."""
+        """Whether this peer has completed an epoch since it started. Until then it is a newcomer."""
         return self.peer.participant.made
 
     def members_behind(self) -> list[Member]:
-        """The connected members that train and whose state this peer's outranks, by what they have told in their last
-        HELLO. Members of the round that led here have its result."""
+        """The connected members that train and whose state this peer's state outranks, according to their last HELLO.
+        Members of the round that led to this tip are not among them, since they have its result."""
         commit, told = self.peer.participant.commit, self.contacts.told
-        # A member that was put out of the round is in no view.
+        # A COMMIT's view lacks the members that were put out of the round.
         there = set() if commit is None else {*commit.members} & {member.key for member in commit.view}
         others = [m for m in self.peer.view.connected() if m.contributes and m.key in told.keys() - there]
         return [member for member in others if self.tip.outranks(told[member.key])]
 
     @property
     def missed(self) -> bool:
-        """Whether the round of this tip was committed, and its result is not here."""
+        """Whether the round of this tip was committed and this peer does not have its result."""
         return self.peer.participant.missed is not None
 
     @property
     def got_on_at(self) -> float:
-        """When a round was last seen to make progress, on the loop's clock."""
+        """The time at which a round last made progress here, on the loop's clock."""
         return self.peer.participant.progressed_at
 
     # -- life
 
     async def start(self, *, tip: Tip | None = None, members: Iterable[Member] = ()) -> None:
-        """Serve, be listed, and meet the members that are there. A peer whose start fails has stopped.
+        """Join the run: serve its messages, list this peer, and meet the members that are there. If the start fails,
+        the peer has left the run again.
 
         Args:
             tip: the state that this peer is at; None: the beginning of the run.
-            members: those that are known already.
+            members: members that are known already.
         """
         self._loop = asyncio.get_running_loop()
         self._signer.instance = struct.pack(">d", self._now())
@@ -251,64 +256,64 @@ class Swarm:
         self._set_timer()
 
     def retire(self) -> None:
-        """Leave the run, but until `stop` still tell members that missed the last round what it was."""
+        """Leave the run, but until `stop` still tell members that missed the last round what its result was."""
         self._channel.notify(self.peer.view.others(), msg.Leave())
         self.contacts.stop()
         self._retired = True
 
     def move(self, tip: Tip, *, made: bool = False) -> None:
-        """Be at another state, which was downloaded, or which this peer has `made` alone. All members are told: a JOIN
-        for the old tip is void."""
+        """Move to another state, which this peer has downloaded, or has `made` alone. Tells all members. A JOIN for the
+        old tip is void."""
         self.peer.move(tip, self._now(), made=made)
         self._act()
 
     def catch_up(self) -> Tip:
-        """For a peer that holds no state: move to the best state that was heard of. Returns it. An auxiliary peer also
-        goes back to the best state that a connected member holds, since its own counts for nothing."""
+        """Move to the best state that this peer has heard of, and return its tip. For a peer that holds no state. An
+        auxiliary peer moves even if its own tip outranks that state, since its own tip does not count."""
         best, lends = self.peer.view.best(self._now()), self.me.role is Role.AUXILIARY
         if best is not None and best != self.tip and (lends or best.outranks(self.tip)):
             self.move(best)
         return self.tip
 
     def forget_behind(self, cost: float = 0.0) -> None:
-        """No member could send a state that outranks this peer's, which has cost so many seconds: do not ask for it for
-        a while."""
+        """Do not ask for states that outrank this peer's for a while: no member could send one, and the attempt took
+        `cost` seconds."""
         for time in self.peer.view.ignore(self.tip, self._now(), cost):
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
 
     def is_reached(self, reach: Reach) -> None:
-        """Members reach this peer in this way from now on. If it was another, all are told."""
+        """Members reach this peer in this way from now on. Tells all members if that is a change."""
         if reach is not self.me.reach:
             self.peer.say(replace_struct(self.me, reach=reach), self._now())
             self._act()
 
     def _now(self) -> float:
-        """The loop's time; in any thread once this peer has started."""
+        """The loop's time. Any thread may call this once the peer has started."""
         return (self._loop or asyncio.get_running_loop()).time()
 
     async def wait_for_those_behind(self, idle: float, longest: float, served_at: Callable[[], float]) -> list[Member]:
-        """Wait until no connected member is behind this peer's state (`members_behind`), or the run goes on from it:
+        """Wait until no connected member is behind this peer's state (`members_behind`), or the run continues from it:
         the next round is called, or others hold a better state.
 
         Args:
-            idle: seconds without progress after which this peer waits no more: no member has caught up or left, and
-                none is served.
-            longest: seconds that it waits in all.
-            served_at: when a member was last served with the state, on the loop's clock.
+            idle: stop waiting after this many seconds in which no member has caught up or left, and none was sent the
+                state.
+            longest: stop waiting after this many seconds in all.
+            served_at: returns when a member was last sent a chunk of the state, on the loop's clock.
 
         Returns:
-            Those that are behind when it has waited in vain.
+            The members that are still behind if this peer has waited in vain; otherwise an empty list.
         """
         began = changed = self._now()
         tip, behind = self.tip, self.members_behind()
-        for member in behind:  # what is known of them may be old
+        for member in behind:  # this peer's knowledge of them may be old
             self.node.spawn(self.contacts.meet_peer(member.peer))
         while behind and self.tip == tip and not (self.called or self.missed or self.behind):
             until = min(began + longest, max(changed, served_at()) + idle)
             if self._now() >= until:
                 return behind
             told = asyncio.ensure_future(self.contacts.seen()), asyncio.ensure_future(self.news())
-            try:  # of those that are lost, nobody tells: look every second
+            try:  # no event tells of lost members, so look every second
                 await asyncio.wait(told, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in told:
@@ -321,10 +326,12 @@ class Swarm:
     # -- samples
 
     async def report(self, report: msg.Progress) -> msg.Count:
-        """Tell the coordinator this peer's samples since the tip. Returns what all members have.
+        """Tell the coordinator how many samples this peer has since the tip. Returns how many all members have.
 
-        Raises: `Behind` if the coordinator is at a state that outranks this peer's, P2PError if it cannot be asked,
-            `Rejected` if the run goes by other terms.
+        Raises:
+            Behind: if the coordinator is at a state that outranks this peer's.
+            P2PError: if the coordinator cannot be asked.
+            Rejected: if the run has other terms than this peer.
         """
         if not self.made:
             await self.contacts.check_terms()
@@ -352,9 +359,9 @@ class Swarm:
         return msg.Count(report.tip, report.samples, report.rate, 1, False)
 
     async def learn_of_round(self, timeout: float = TELL_SECONDS) -> bool:
-        """Members may be past the round of this tip: have some of them send its COMMIT, as to one that joins too late,
-        and wait at most `timeout` seconds. Returns whether this peer has missed the round, whose result `average`
-        fetches then. If not, they are not believed for a while."""
+        """Ask some members that are past the round of this tip for its COMMIT, and wait at most `timeout` seconds.
+        Returns whether this peer has missed the round; then `average` fetches its result. If not, this peer ignores
+        the claims of these members for a while."""
         before, began, asks = self.tip, self._now(), msg.Progress(self.tip, 0.0, 0.0, counted=False)
         told = [key for key, tip in self.contacts.told.items() if tip.outranks(before)]
         reached = [key for key in told if self.peer.view.reaches(key) and not self.peer.view.ignores(key, began)]
@@ -363,7 +370,7 @@ class Swarm:
             with contextlib.suppress(P2PError, TimeoutError):
                 await self._channel.ask(key, asks, timeout)
 
-        first = before.epoch % max(1, len(reached))  # others the next time: some may lie
+        first = before.epoch % max(1, len(reached))  # ask different members each time, as some may lie
         asked = (sorted(reached) * 2)[first : first + min(len(reached), MOST_ASKED)]
         under_way = {self.node.spawn(ask(key)) for key in asked}
         while under_way and self.tip == before and not self.missed:
@@ -373,8 +380,8 @@ class Swarm:
         return self.missed
 
     async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
-        """A peer has answered a message about a state `tip`, of which it should be the coordinator: that another one
-        is, or HELLO, since it does not know the same members, or is at another state."""
+        """React to a coordinator's answer to a message about the state `tip`. ELSEWHERE says that another peer is the
+        coordinator. HELLO says that the peer knows other members, or is at another state."""
         match answer:
             case msg.Elsewhere():
                 await self.contacts.meet(answer.coordinator)
@@ -385,7 +392,7 @@ class Swarm:
                 self._act()
 
     async def _report_again(self) -> None:
-        """Another member counts now."""
+        """Repeat the last report, because another member counts the samples now."""
         try:
             if self._reported is not None and self._reported.tip == self.tip:  # the epoch has not ended meanwhile
                 await self._report(self._reported)
@@ -393,8 +400,15 @@ class Swarm:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
     async def be_awaited(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
-        """Tell the coordinator at the state `tip`, as these holders of it know it, that this peer is downloading the
-        state. Returns whether the next round waits for that."""
+        """Tell the coordinator of the tip that this peer is downloading that state.
+
+        Args:
+            tip: the tip of the state.
+            holders: members that hold the state, and know who coordinates there.
+
+        Returns:
+            Whether the next round waits for this peer.
+        """
         loading = msg.Progress(tip, 0.0, 0.0, loading=True)
         for holder in holders:
             try:
@@ -405,12 +419,12 @@ class Swarm:
                 if isinstance(answer, msg.Count):
                     return True
             except (P2PError, TimeoutError) as error:
-                log.debug("could not ask %r to be waited for: %s", holder, error)
+                log.debug("could not tell %r that this peer downloads: %s", holder, error)
         return False
 
     @contextlib.contextmanager
     def watching(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Within, this peer waits for these peers: one that gives no sign of life is lost."""
+        """A context in which this peer waits for these peers. One that gives no sign of life is disconnected."""
         self._watching = list(keys)
         try:
             yield
@@ -418,8 +432,8 @@ class Swarm:
             self._watching = []
 
     async def news(self) -> None:
-        """Return when the round of this tip is called, when the tip changes, or when a state that outranks it is heard
-        of."""
+        """Return when the round of this tip is called, when the tip changes, or when this peer hears of a state that
+        outranks its own."""
         await self._news.wait()
 
     # -- rounds
@@ -427,9 +441,15 @@ class Swarm:
     async def average(self, contribution: Contribution, timeout: float) -> Outcome:
         """Take part in the next round and return when it is committed; the exchange's outputs then hold the average.
 
-        Raises: AveragingError with the reason if there is no result within `timeout` seconds (for an input that was
-            computed from a state, without progress for so long), `Behind` if the swarm is not at `contribution.tip`,
-            `Rejected` if the run goes by other terms.
+        Args:
+            contribution: what this peer brings to the round.
+            timeout: seconds until the call fails. If the contribution has a tip, they count from the last progress of
+                the round.
+
+        Raises:
+            AveragingError: if there is no result within `timeout` seconds, or the round fails.
+            Behind: if the swarm is not at `contribution.tip`.
+            Rejected: if the run has other terms than this peer.
         """
         participant, started = self.peer.participant, self._now()
         participant.rates = self._measured.rates(self.node.transport.limit, started)
@@ -458,27 +478,28 @@ class Swarm:
             self._act()
 
     def _begin_measuring(self, begin: msg.Begin) -> None:
-        """A round begins; one that is too small to show what links carry is not measured."""
+        """A round begins: measure the rates of links in it, unless it is too small for that."""
         self._end_measuring()
         if begin.starts[-1] * begin.chunk_elements * self.rules.element_bytes >= LEAST_BYTES:
             self._before = self._flows(member.key for member in begin.members if member.key != self.me.key)
 
     def _end_measuring(self) -> None:
-        """The round has ended. One without a result counts, too: with the plan that follows, there may be one."""
+        """The round has ended: add the rates that it has shown. A round without a result counts as well: with these
+        rates, the next plan may succeed."""
         if self._before:
             self._measured.add(self._before, self._flows(self._before), self._now())
             self._before = {}
 
     def _flows(self, keys: Iterable[bytes]) -> dict[bytes, Flow]:
-        """What was delivered so far to each of these."""
+        """What was delivered so far to each of these peers."""
         return {key: self.node.transport.delivered(PeerID(key)) for key in keys}
 
     async def _between_events(self) -> None:
-        """Do what the input that waits needs now, and wait until something has happened."""
+        """Do the next step for the waiting input, and wait for the next event."""
         participant = self.peer.participant
         begin = participant.begin
         if begin is not None and self._timeout < begin.timeout + self._request_timeout:
-            # In a round, its coordinator's time counts, and it may take a while to hear that the round has ended.
+            # In a round, the coordinator's time-out counts. It takes a while until this peer hears of its end.
             self._timeout = begin.timeout + self._request_timeout
             self._be_patient()
         if not self.made:
@@ -499,8 +520,8 @@ class Swarm:
         self._act()
 
     def _progressed(self) -> None:
-        """A round was seen to make progress, so the patience of the call that waits for its end counts from now. (Not
-        where the input depends on no state: there a user has said how long the call may take.)"""
+        """A round has made progress, so the time-out of a waiting `average` counts from now on. (It does not if the
+        input has no tip: there the user has said how long the whole call may take.)"""
         self.peer.participant.progressed(self._now())
         self._be_patient()
 
@@ -512,8 +533,8 @@ class Swarm:
                 patience.reschedule(until)
 
     async def _fetch_result(self, commit: msg.Commit) -> None:
-        """Get the result of a round that this peer has missed, or did not use. If no member sends it, the round is made
-        again. Raises `Behind` if a member holds a better state instead."""
+        """Get the result of a round that this peer has missed, or did not use. If no member sends it, the round is
+        repeated. Raises `Behind` if a member holds a better state instead."""
         peer, given = self.peer, self.peer.participant.input
         assert given is not None
         is_missed = commit is peer.participant.missed
@@ -525,7 +546,7 @@ class Swarm:
                     commit, lambda begin: given.open(begin, self._channel.notify, lambda key, reason: None)
                 )
             except ResultLost as error:
-                if is_missed:  # those that were in the round may hold a better state meanwhile
+                if is_missed:  # the members of the round may hold a better state by now
                     others = [PeerID(k) for k in commit.members if k != self.me.key and self._channel.is_connected(k)]
                     await asyncio.gather(*map(self.contacts.meet_peer, others))
                     peer.give_up_missed(self._now())
@@ -534,7 +555,7 @@ class Swarm:
                 self._act()
                 if self.behind is not None:
                     raise Behind(f"{error}. Others hold a later state") from error
-                log.warning("%s: the epoch is made again", error)
+                log.warning("%s: the epoch is repeated", error)
                 return
         peer.has_result(exchange, commit, self._now(), missed=fetched)
         self._act()
@@ -582,7 +603,7 @@ class Swarm:
         return self._at_tip(peer, join, buffers)
 
     def _at_tip(self, peer: PeerID, message: msg.Join | msg.Progress, buffers: Buffers) -> Answer | Awaitable[Answer]:
-        """Receive a message about a tip; if that is the next one, when this peer is there."""
+        """Receive a message about a tip. If that is the next tip, first wait until this peer is there."""
         if message.tip.epoch == self.tip.epoch + 1:
             return self._when_at_tip(peer, message, [memoryview(bytes(buffer)) for buffer in buffers])
         return self._receive(peer, message, buffers)
@@ -612,7 +633,7 @@ class Swarm:
     # -- actions
 
     def _act(self) -> None:
-        """Something has happened: perform what the machine has decided, and wake those that wait for it."""
+        """Something has happened: perform the machine's actions, and wake the callers that wait."""
         self._perform()
         peer, participant = self.peer, self.peer.participant
         self.contacts.losses.look(peer.lead)
@@ -625,7 +646,7 @@ class Swarm:
         if participant.input is not None:
             self._be_patient()
             if participant.begin is None or participant.begin is not self._round or participant.error is not None:
-                self._round = participant.begin  # within a round, chunks do not wake those that wait for its end
+                self._round = participant.begin  # chunks of a round do not wake the call that waits for its end
                 self._changed.set()
 
     def _tell_news(self) -> None:
@@ -635,12 +656,12 @@ class Swarm:
         self._changed.set()
 
     def _perform(self) -> None:
-        """Perform the machine's actions in order, also those that follow from messages to this peer itself."""
+        """Perform the machine's actions in order, including those that follow from messages to this peer itself."""
         if self._performing:
             return
         self._performing = True
         try:
-            while self.peer.out:  # if one fails, the others are done next time
+            while self.peer.out:  # if one action fails, the next call performs the others
                 self._do(self.peer.out.pop(0))
         finally:
             self._performing = False
@@ -684,13 +705,13 @@ class Swarm:
     async def _meet(self, action: Meet) -> None:
         if action.instead_of:
             await self.contacts.meet(action.member)
-            self.peer.participant.rejoin(action.instead_of)  # the other one may be out of reach
+            self.peer.participant.rejoin(action.instead_of)  # `action.member` may be out of reach
             self._act()
         else:
             await self.contacts.meet_peer(action.member.peer)
 
     async def _ask(self, key: bytes, request: msg.Survey | msg.Repair, buffers: Sequence[Any]) -> None:
-        """A question of the coordinator."""
+        """Ask a member on behalf of this peer as the coordinator."""
         answer: object
         timeout = self.peer.participant.silence.patience.of(key, self._chunk_timeout, self._now())
         try:
@@ -701,19 +722,21 @@ class Swarm:
         self._act()
 
     async def _join(self, key: bytes, join: msg.Join, buffers: Sequence[Any]) -> None:
-        """Give the coordinator with that key this peer's JOIN."""
+        """Send this peer's JOIN to the coordinator with that key."""
         participant, coordinator = self.peer.participant, PeerID(key)
         self.peer.asks_coordinator(key, self._now())
         try:
             answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
         except TimeoutError:
-            participant.rejoin(key)  # if it is gone, `Contacts` says so
+            participant.rejoin(key)  # `Contacts` notices if the coordinator is gone
         except Unavailable:
             self._lost(key)
         except Refused as error:
             if participant.refused(key, str(error)):
                 me = self.me.peer
-                log.warning("%r refuses %r as a member: %s. It trains with those who take it", coordinator, me, error)
+                log.warning(
+                    "%r refuses this peer, %r: %s. It trains with members that accept it", coordinator, me, error
+                )
             self.peer.members_changed(self._now())
         except P2PError as error:
             log.debug("%r could not join %r: %s", self.me.peer, coordinator, error)
@@ -724,14 +747,14 @@ class Swarm:
                 return
             await self._heed(key, join.tip, answer)
             if isinstance(answer, msg.Hello) and answer.tip == join.tip:
-                participant.introduced(key)  # before it begins a round without a member that only this peer knew
+                participant.introduced(key)  # now the coordinator knows all members that this peer knows
             else:
                 await asyncio.sleep(DECLINED_SECONDS)
             participant.rejoin(key)
         self._act()
 
     async def _enter(self, begin: msg.Begin) -> None:
-        """Connect to the members with which chunks are exchanged, and wait until the input can be read."""
+        """Connect to the members with which this peer exchanges chunks, and wait until the input can be read."""
         participant, node = self.peer.participant, self.node
         given = participant.input
         reduces = {m.key: some < more for m, (some, more) in zip(begin.members, pairwise(begin.starts), strict=True)}
@@ -739,7 +762,7 @@ class Swarm:
         missing = [m for m in others if m.addresses and not node.is_connected(m.peer)]
         for member in missing:
             self._channel.learn(member)
-        # A member that this peer has tried to reach in vain may be there now, but all wait for this.
+        # A member that could not be reached before may be there now. Try briefly: all members wait for this peer.
         lost = self.peer.view.lost
         patience = {member.key: AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing}
         failed = await self._channel.connect(patience)
@@ -769,12 +792,13 @@ class Swarm:
 
     def _tick(self, due: float) -> None:
         self._timer = self._wake_at = None
-        self.peer.tick(max(due, self._now()))  # a loop may be early by the resolution of its clock
+        self.peer.tick(max(due, self._now()))  # a loop may call early, by the resolution of its clock
         self._act()
 
     def _look_how_it_is_reached(self) -> None:
-        """A peer that listens at relays only is relayed, until all its connections to members are direct, or one is to
-        another such peer: then both have routers in which holes can be punched."""
+        """Tell members whether this peer is relayed. A peer that listens only at relays is relayed until all its
+        connections to members are direct, or one connection to another such peer is direct. The latter shows that holes
+        can be punched in the routers of both."""
         is_direct = not self.me.listens_at_relays
         if not is_direct:
             others = [member for member in self.peer.view.connected() if member.key != self.me.key]
@@ -783,7 +807,7 @@ class Swarm:
         self.is_reached(Reach.DIRECT if is_direct else Reach.RELAYED)
 
     async def _keep_looking(self) -> None:
-        """Every second: does the round make progress, and do those that this peer waits for live?"""
+        """Check every second whether the round makes progress, and whether the awaited peers are alive."""
         while True:
             asleep = self._now()
             await asyncio.sleep(LOOK_SECONDS)
@@ -792,8 +816,8 @@ class Swarm:
                 self.contacts.forget_watches()
                 self.peer.stood_still(now)
             if now - asleep > LOOK_SECONDS + self._chunk_timeout:
-                # The process was stopped, or the machine asleep. The others may have gone on without this peer: find
-                # them before a round is begun without them.
+                # The process was stopped, or the machine asleep. The others may have continued without this peer: find
+                # them before this peer begins a round without them.
                 log.info("%r stood still for %.1f s", self.node.peer_id, now - asleep)
                 self.peer.settle(now)
                 self.contacts.look(dial=True)

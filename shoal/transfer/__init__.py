@@ -1,3 +1,3 @@
-"""Handing a whole state to a newcomer: the manifest that names it, the donor that serves it, the download that checks
-every chunk. Depends on `swarm`, `p2p`, `flat` and `compression`.
+"""The transfer of a whole state to a newcomer: `manifest` names the state, `donor` serves it, and `transfer` downloads
+it and checks every chunk. Depends on `swarm`, `p2p`, `flat` and `compression`.
 """

@@ -1,4 +1,4 @@
-"""The donor of a state: it keeps a snapshot for the newcomers that ask, and serves it while the peer trains."""
+"""The donor of a state: it takes a snapshot for newcomers, and serves it while the peer trains."""
 
 from __future__ import annotations
 
@@ -25,56 +25,60 @@ from shoal.swarm.protocol.tip import DIGEST_BYTES, Digest, Tip
 from shoal.transfer.manifest import MAX_CHUNKS, BufferShape, Manifest, state_chunks
 
 MAX_SNAPSHOTS: Final = 2
-KEEP_SECONDS: Final = 30.0  # a snapshot is dropped when no chunk of it was asked for this long
-HASHING_THREADS: Final = 2  # a newcomer waits until all chunks are hashed
-CHUNK_NUMBER_BYTES: Final = 4  # of a chunk's name
-SPARE_SECONDS: Final = 5.0  # a snapshot that is downloaded makes room for another one only if idle for this long
+KEEP_SECONDS: Final = 30.0  # a snapshot is dropped if nobody has asked for a chunk of it for this long
+HASHING_THREADS: Final = 2  # more than one, since a newcomer waits until all chunks are hashed
+CHUNK_NUMBER_BYTES: Final = 4  # bytes of a chunk's number in its name
+SPARE_SECONDS: Final = 5.0  # a snapshot with readers makes room for another one only if it was idle for this long
 
 
 class GetManifest(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Asks which state the peer offers."""
+    """Asks the donor which state it offers."""
 
 
 class Offer(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """The buffer holds the manifest of the state. Newcomers prefer the states of the highest priority. `line`: the
-    last lineages that the donor went through (`Line.to_wire`). (It is not in the manifest, which names the state: two
-    that hold one state may remember lines of different lengths.)"""
+    """The answer to GetManifest. The manifest of the state is in the buffer.
+
+    Attributes:
+        priority: newcomers prefer the states of the highest priority.
+        line: the last lineages of the donor (`Line.to_wire`). It is not part of the manifest, which names the state,
+            because two donors of one state may remember lines of different lengths.
+    """
 
     priority: Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)] = 0.0
     line: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFERED * DIGEST_BYTES)] = b""
 
 
 class GetChunk(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Asks for a chunk of the state whose manifest has this id."""
+    """Asks for a chunk of the state whose manifest has the id `manifest`."""
 
     manifest: Digest
     chunk: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 
 
 class Chunk(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The buffer holds the chunk that was asked for."""
+    """The answer to GetChunk. The chunk is in the buffer."""
 
 
 class Withheld(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """Answers GetManifest: the peer does not share its state."""
+    """The answer to GetManifest of a peer that does not share its state."""
 
 
 def transfer_service(name: str, gate: Gate | None = None) -> Service:
-    """The messages between newcomers and donors, under that name; in a closed run with its gate."""
+    """The service of that name, for messages between newcomers and donors. In a closed run, with the run's gate."""
     admit = (lambda peer: None) if gate is None else gate.admit
     return Service(name, GetManifest | Offer | GetChunk | Chunk | Withheld, admit=admit)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state at one moment, in memory that nobody writes any more.
+    """A state at one moment, in memory that nobody writes to any more.
 
     Attributes:
         tip: the name of the state.
         layout: `Layout.to_wire()` of the buffers as msgpack, at most 1.5 MiB.
-        buffers: the flat buffers: 1-D, contiguous, on the CPU.
-        scalars: everything else, at most 64 MiB.
-        codecs: how the buffers are sent.
+        buffers: the flat buffers: 1-D contiguous CPU tensors.
+        scalars: everything else in the state, encoded, at most 64 MiB.
+        codecs: the codecs in which the buffers are sent.
     """
 
     tip: Tip
@@ -86,12 +90,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class EncodedState:
-    """A snapshot as it is sent to every newcomer: encoded once.
+    """A snapshot, encoded once for all newcomers.
 
     Attributes:
-        manifest: names the state and the digest of each chunk.
-        payloads: of each chunk, by its number. Payloads that no codec has changed are views of the snapshot's memory.
-            Memory that no payload views is not held.
+        manifest: the name of the state, and the digest of each chunk.
+        payloads: the payload of each chunk, by its number. Uncompressed payloads are views of the snapshot's memory.
+            Memory without such views is released.
     """
 
     manifest: Manifest
@@ -103,31 +107,31 @@ class _Held:
     state: EncodedState
     asked: float  # when it was taken, or a chunk of it was last asked for
     readers: set[PeerID] = field(default_factory=set)  # the peers whose last offer was this snapshot
-    timer: asyncio.TimerHandle = field(init=False)  # looks whether it is idle
+    timer: asyncio.TimerHandle = field(init=False)  # drops the snapshot when it is idle
 
 
 class StateDonor:
     """Serves this peer's state to newcomers.
 
-    The donor takes a snapshot when a newcomer asks for the state and no snapshot of the current tip is held. Newcomers
-    that ask at the same time get the same snapshot. At most two are held. If both are being downloaded when a third is
-    due, the newer of them is offered, so that no download is cut off.
+    The donor takes a snapshot when a newcomer asks for the state and it has no snapshot of the current tip. Newcomers
+    that ask at the same time get the same snapshot. The donor keeps at most two. If both are being downloaded when a
+    third one is needed, it offers the newer of the two instead, so that no download is cut off.
 
     Args:
-        node: of this peer.
-        service_name: the same at donors and newcomers, and unlike that of any other service of the node.
-        take_snapshot: makes a consistent copy of the state, encoded (see `encoded`), best in a thread of its own. It
-            may raise `Refused` with the reason why there is none now.
-        current_tip: the name of the state that `take_snapshot` would copy; None if it has no name, and so no snapshot
-            is offered twice.
-        allow: whether newcomers are served at all; may be changed later.
-        priority: of this state among those of others, when it is asked for.
-        gate: of a closed run, whose state members get that train.
-        line: the lineages that the state went through, see `Offer`.
+        node: the node of this peer.
+        service_name: the name of the service, the same at donors and newcomers.
+        take_snapshot: makes a consistent, encoded copy of the state (see `encoded`), preferably in a thread of its own.
+            It may raise `Refused` with the reason why there is none now.
+        current_tip: returns the name of the state that `take_snapshot` would copy. If it returns None, the state has no
+            name, and no snapshot is offered twice.
+        allow: whether to serve newcomers; True by default.
+        priority: returns the priority of this state among those of other donors; 0 by default.
+        gate: the gate of a closed run. Only members that may train get its state.
+        line: returns the lineages of the state, see `Offer`; empty by default.
 
     Attributes:
-        allow: as given.
-        asked_at: when the state, or a chunk of it, was last asked for, on the loop's clock.
+        allow: as given; may be changed.
+        asked_at: when a newcomer last asked for the state or a chunk of it, on the loop's clock.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class StateDonor:
         node.serve(self._service, self._handle)
 
     def close(self) -> None:
-        """Serve nothing more, and release the snapshots."""
+        """Stop serving, and release the snapshots."""
         self._node.stop_serving(self._service)
         if self._preparing is not None:
             self._preparing.cancel()
@@ -170,14 +174,14 @@ class StateDonor:
         raise Refused("not a request" if self.allow else "this peer does not share its state")
 
     async def _offer(self, peer: PeerID) -> Reply:
-        for other in self._held.values():  # a peer that asks for an offer again has done with the last one
+        for other in self._held.values():  # a peer that asks for an offer again does not read the last one any more
             other.readers.discard(peer)
         held = next(reversed(self._held.values()), None)
         if held is None or (held.state.manifest.tip != self._current_tip() and self._make_room()):
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
             preparing = self._preparing
-            await asyncio.wait([preparing])  # which does not end it for the others if this newcomer leaves
+            await asyncio.wait([preparing])  # unlike `await preparing`, this does not cancel it for other newcomers
             if preparing.cancelled():
                 raise Refused("this peer does not share its state any more")
             held = preparing.result()
@@ -185,7 +189,8 @@ class StateDonor:
         return Reply(Offer(self._priority(), self._line()), [held.state.manifest.encode()])
 
     def _make_room(self) -> bool:
-        """Drop a snapshot that is not in use, if too many are held. Returns whether another one can be held."""
+        """If the donor has two snapshots, drop one that is not in use. Returns whether there is room for another
+        one."""
         if len(self._held) < MAX_SNAPSHOTS:
             return True
         id, idle = min(self._held.items(), key=lambda item: (bool(item[1].readers), item[1].asked))
@@ -216,7 +221,7 @@ class StateDonor:
             forget_spares()
 
     def _drop(self, id: bytes) -> None:
-        """Release a snapshot, and what is queued of it for newcomers."""
+        """Release a snapshot, and drop its chunks that are queued for newcomers."""
         self._held.pop(id).timer.cancel()
         self._node.transport.cancel(chunk_name(id, 0)[:-CHUNK_NUMBER_BYTES])
 
@@ -232,7 +237,7 @@ class StateDonor:
 
 
 def chunk_name(manifest: bytes, chunk: int) -> bytes:
-    """The name under which a chunk is sent (see `Transport.send`), of the state whose manifest has that id."""
+    """The name under which a chunk of a state is sent (see `Transport.send`). `manifest` is the id of its manifest."""
     return manifest[: NAME_BYTES - CHUNK_NUMBER_BYTES] + chunk.to_bytes(CHUNK_NUMBER_BYTES)
 
 
@@ -242,11 +247,11 @@ def now() -> float:
 
 
 def encoded(snapshot: Snapshot) -> EncodedState:
-    """The snapshot as it is sent. This takes as long as its codecs and blake3 do: not for the reactor's thread.
+    """Encode a snapshot. This encodes and hashes the whole state, so do not call it in the reactor's thread.
 
     Raises:
-        ValueError: (msgspec.ValidationError) if the snapshot is larger than a manifest can say, or its codecs are those
-            of parts and results.
+        ValueError: if the snapshot exceeds a bound of manifests (msgspec.ValidationError), or if its codecs are for
+            parts and results.
     """
     if snapshot.codecs.results is not snapshot.codecs:
         raise ValueError("a state has no parts and results: give load_state_compression one compression for both")
@@ -265,5 +270,5 @@ def encoded(snapshot: Snapshot) -> EncodedState:
         (span.stop - span.start, numbers.setdefault(span.codec.name, len(numbers))) for span in snapshot.codecs.spans
     )
     made = Manifest(snapshot.tip, snapshot.layout, tuple(numbers), runs, shapes, len(snapshot.scalars), digests)
-    # Decoded, so that bounds are checked here and not by every newcomer.
+    # Decoding checks the bounds, so that the donor fails and not every newcomer.
     return EncodedState(Manifest.decode(made.encode()), payloads)

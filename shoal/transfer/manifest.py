@@ -1,4 +1,5 @@
-"""The manifest of a state: its name, its sizes, and the digest of every chunk, before any of it is sent. No torch."""
+"""The manifest of a state: its name, its sizes, and the digest of every chunk. It is sent before any chunk. No
+torch."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class BufferShape(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Names a state and every byte of it. Two donors hold the same state, encoded alike, if their `id` is equal.
+    """Identifies a state and every byte of it. Two donors with the same `id` hold the same state, encoded in the same
+    way.
 
     A state has parts: the scalars, as bytes, are part 0, and each flat buffer is one more part. Every part is cut into
     chunks: scalars into chunks of 1 MiB, buffers into chunks of `chunk_elements`. The last chunk of a part may be
@@ -110,7 +112,7 @@ class Manifest(msgspec.Struct, frozen=True):
         This allocates no more than the size of `data`. The caller decides how large a state may be.
 
         Raises:
-            ValueError: that says what is wrong with it.
+                ValueError: if it is not a valid manifest. The message says what is wrong.
         """
         try:
             return _decoder.decode(data)
@@ -128,7 +130,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The size of the state in memory, of scalars and buffers."""
+        """The size of the state in memory, in bytes: scalars and buffers."""
         return _nbytes(self.scalars_nbytes, self.buffers)
 
     @property
@@ -153,7 +155,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def state_chunks(scalars_nbytes: int, buffers: Sequence[BufferShape]) -> list[ChunkSpan]:
-    """The chunks of a state of these parts, see `Manifest.chunks`."""
+    """The chunks of a state with these sizes, see `Manifest.chunks`."""
     return [
         ChunkSpan(part, start, min(start + size, numel))
         for part, (numel, size) in enumerate(_parts(scalars_nbytes, buffers))
@@ -176,9 +178,9 @@ def chunk_elements(nbytes: int, itemsize: int) -> int:
     """The number of elements in one chunk of a buffer.
 
     Each chunk costs a request and a few turns of both event loops, so a large state has larger chunks. It still has
-    many, so that several donors end at about the same time. The largest chunk has three times `CHUNK_ELEMENTS` and not
-    four: a chunk of several codecs, each padded to 8 bytes, may be a little larger than its elements, and must fit into
-    a message.
+    many chunks, so that several donors end at about the same time. The largest chunk has three times `CHUNK_ELEMENTS`
+    and not four, because it must fit into a message. Its encoding may be a little larger than its elements, if it has
+    several codecs, each padded to 8 bytes.
 
     Args:
         nbytes: the size of the whole state.
@@ -189,12 +191,12 @@ def chunk_elements(nbytes: int, itemsize: int) -> int:
 
 
 def choose(offers: Collection[Manifest]) -> Manifest:
-    """The state to download, of those that donors offer: the one that most donors hold. Of states that equally many
-    donors hold, it is the one with more samples, then with more epochs, then with the larger id."""
+    """The state to download among the offered ones: the one that most donors hold. If equally many donors hold several,
+    it is the one with more samples, then more epochs, then the larger id."""
     holders = Counter(manifest.id for manifest in offers)
     return max(offers, key=lambda offer: (holders[offer.id], offer.tip.samples, offer.tip.epoch, offer.id))
 
 
-# Made at import, in one thread. If two threads meet a type for the first time, msgspec lets one of them see it half
-# made, and the process ends with a segmentation fault.
+# Made at import, in one thread. If two threads use a type for the first time at the same moment, msgspec shows one of
+# them a half-made type, and the process ends with a segmentation fault.
 _decoder = msgspec.msgpack.Decoder(Manifest)

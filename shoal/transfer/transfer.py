@@ -1,6 +1,6 @@
-"""The download of a state: a newcomer takes it from several donors at once, and verifies every chunk.
+"""The download of a state: a newcomer downloads it from several donors at once, and verifies every chunk.
 
-`swarm/protocol/download.py` decides which chunk to ask whom for. `donor.py` is the other side.
+`swarm/protocol/download.py` decides which donor to ask for which chunk. `donor.py` is the other side.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, chunk_name, now, transfer_service
 from shoal.transfer.manifest import BufferShape, Manifest, choose
 
-OFFER_SECONDS: Final = 15.0  # after this long, donors that have offered nothing are not waited for
-MAX_STALE: Final = 5  # offers that are given up because the swarm goes on without waiting; a snapshot costs its donor
+OFFER_SECONDS: Final = 15.0  # do not wait longer for the offers of donors
+# How often offers are asked for again because the swarm does not wait for this peer. Each time costs a donor a
+# snapshot.
+MAX_STALE: Final = 5
 
 Reserve = Callable[[Tip, Sequence[PeerID]], Awaitable[bool]]
 
@@ -44,11 +46,11 @@ class DownloadFailed(AveragingError):
 
 
 class NothingShared(DownloadFailed):
-    """There are no donors, or none of them shares a state: asking again does not help."""
+    """There are no donors, or none of them shares a state. A retry does not help."""
 
 
 class NothingWanted(DownloadFailed):
-    """States were offered, but none that is `wanted`."""
+    """Donors offered states, but none that is `wanted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,15 @@ class Downloaded:
     """A state that was downloaded, complete and verified.
 
     Attributes:
-        manifest: of the state; `manifest.tip` and `manifest.layout` are for the caller.
+        manifest: the manifest of the state. The caller interprets `manifest.tip` and `manifest.layout`.
         buffers: a 1-D CPU tensor for each entry of `manifest.buffers`.
         lossy: whether a lossy codec may have changed the buffers.
-        scalars: as the donors gave them.
-        chunks_from: how many chunks came from each donor.
-        dropped: the donors that offered or sent nothing usable, each with its reason.
-        nbytes: the size of the chunks as they were sent.
-        seconds: from the first question to the last chunk.
-        line: the lineages that lead to the state, its own last, as far as all who offered it agree; may be empty.
+        scalars: the rest of the state, as the donors encoded it.
+        chunks_from: how many chunks each donor has sent.
+        dropped: the donors that offered or sent nothing usable, each with the reason.
+        nbytes: the size of all chunks as they were sent, in bytes.
+        seconds: the time from the first request to the last chunk.
+        line: the lineages that lead to the state, its own last, as far as all donors of the state agree; may be empty.
     """
 
     manifest: Manifest
@@ -81,7 +83,7 @@ class Downloaded:
         """The tensors of the layout, as views of the buffers.
 
         Raises:
-            ValueError: if the donors sent a layout that is none, or not that of the buffers.
+            ValueError: if the layout from the donors is invalid, or does not fit the buffers.
         """
         layout = Layout.from_wire(msgspec.msgpack.decode(self.manifest.layout))
         if [(b.numel, b.dtype) for b in layout.buffers] != [(b.numel(), b.dtype) for b in self.buffers]:
@@ -101,30 +103,32 @@ async def download_state(
     wanted: Callable[[Tip], bool] = lambda tip: True,
     reserve: Reserve | None = None,
 ) -> Downloaded:
-    """Download the state that most of `donors` hold, from all that hold it at once.
+    """Download the state that most of `donors` hold, from all of its holders at once.
 
-    Every chunk is verified. A donor that is lost, refuses, is too slow or sends something else than it offered is
-    dropped, and other donors send what it owed. If all that hold one state fail, the next state is tried, from the
-    beginning. Donors may give their states priorities: then the state that most donors of the highest priority hold is
-    downloaded.
+    Every chunk is verified. A donor that is lost, refuses, is too slow or sends something other than it offered is
+    dropped, and other donors send its chunks. If all holders of a state fail, the download starts again with the next
+    state. If donors give priorities, only states of the highest priority are considered.
 
     Args:
-        node: of this peer; it must know the donors' addresses.
-        service_name: of the donors' `StateDonor`.
+        node: the node of this peer; it must know the donors' addresses.
+        service_name: the name of the donors' `StateDonor` service.
         donors: the peers to ask. This peer itself is ignored.
-        timeout: seconds without any progress.
+        timeout: give up after this many seconds without any progress.
         rng: draws the order in which donors are asked.
-        relayed: those of the donors that are asked for chunks only if no other donor of the state is left.
-        max_nbytes: the size in memory of the largest state that is accepted.
-        wanted: whether a state of that tip is of any use.
-        reserve: called with the tip of a state, and with those who hold it, before its first chunk is asked for. If it
-            returns false, newer states are asked for, at most `MAX_STALE` times.
+        relayed: donors that are asked for chunks only if no other donor of the state is left.
+        max_nbytes: the size in memory of the largest state that is accepted, in bytes; 64 GiB by default.
+        wanted: returns whether the caller can use a state with that tip; by default all.
+        reserve: called with the tip of a state and its holders, before the first request for a chunk. If it returns
+            False, offers are asked for again, at most `MAX_STALE` times.
+
+    Returns:
+        The complete, verified state.
 
     Raises:
-        DownloadFailed: which names every donor and its reason, if no donor is left, or nothing has arrived for
-            `timeout` seconds.
+        DownloadFailed: if no donor is left, if nothing has arrived for `timeout` seconds, if there is no memory for the
+            state, or if the node is closed. The message names every donor with the reason.
         NothingShared: if there are no donors, or none of them shares its state.
-        NothingWanted: if states are offered, but none is `wanted`.
+        NothingWanted: if donors offer states, but none is `wanted`.
     """
     others = sorted(set(donors) - {node.peer_id})
     rng.shuffle(others)
@@ -136,7 +140,7 @@ class _Fetch:
     """The chunks of one state, as they arrive.
 
     Attributes:
-        parts: memory for the parts of the state: the scalars, and each buffer.
+        parts: memory for the parts of the state: one tensor for the scalars, and one for each buffer.
     """
 
     def __init__(self, manifest: Manifest, donors: Iterable[PeerID], leases: Leases) -> None:
@@ -156,37 +160,37 @@ class _Fetch:
         self.expected = Expected(leases)
 
     def _place(self, number: int) -> tuple[Tensor, Codec]:
-        """Where a chunk belongs, and its codec."""
+        """The memory for a chunk, and its codec."""
         chunk = self.chunks[number]
         codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
         return self.parts[chunk.buffer][chunk.start : chunk.stop], codec
 
     def _encoded_nbytes(self, number: int) -> int:
-        """The bytes of a chunk as it is sent."""
+        """The size of a chunk as it is sent, in bytes."""
         out, codec = self._place(number)
         return codec.encoded_nbytes(out.numel(), out.dtype)
 
     def expect(self, donor: PeerID, number: int) -> None:
-        """That donor is about to be asked for that chunk. If it arrives as it is, it is opened where it belongs, and
-        no chunk of another donor is."""
+        """This peer is about to ask that donor for that chunk. If the chunk is uncompressed, let it be received
+        directly into the memory for it, from that donor only."""
         out, codec = self._place(number)
         if number not in self.plan.missing:
-            return  # a late donor has just sent it: nothing may be written over it
+            return  # a late donor has just sent it, and nothing may overwrite it
         if isinstance(codec, NoCompression) and out.dtype is not torch.bool:  # a byte may be no valid bool
-            with suppress(ValueError):  # another download waits for this chunk: it arrives in memory of its own
+            with suppress(ValueError):  # another download has registered this chunk; receive it into separate memory
                 self.expected.expect(number, chunk_name(self.id, number), donor, bytes_of(out))
 
     def take(self, donor: PeerID, number: int, reply: Reply) -> None:
-        """Keep the chunk of that number if `reply` brings it."""
+        """Keep the chunk with that number if `reply` contains it and it is correct."""
         in_place = self.expected.stop(number, donor)
-        self.expected.stop(number)  # what another donor still sends is not written over a chunk that was verified
+        self.expected.stop(number)  # so that another donor's chunk does not overwrite a verified one
         if not isinstance(reply.body, Chunk) or len(reply.buffers) != 1:
             self.plan.donor_failed(donor, f"sent no chunk when asked for number {number}")
             return
         payload, (out, codec) = memoryview(reply.buffers[0]), self._place(number)
         if payload.nbytes != self._encoded_nbytes(number):
             self.plan.donor_failed(donor, f"sent chunk {number} with a wrong size")
-        # A donor may send two chunks of one name. What was opened in place need not be what came with the reply.
+        # A donor may send two chunks with one name. So the one in memory need not be the one in the reply: hash that.
         elif self.plan.received(donor, number, blake3(bytes_of(out) if in_place else payload).digest(), now()):
             self.nbytes += payload.nbytes
             if not in_place:
@@ -206,7 +210,7 @@ class _Download:
     reserve: Reserve | None
     relayed: frozenset[PeerID]
     _patience: asyncio.Timeout = field(init=False)  # ends the download when nothing has arrived for `timeout` seconds
-    _offers: dict[PeerID, tuple[Manifest, float]] = field(init=False, default_factory=dict)  # with their priorities
+    _offers: dict[PeerID, tuple[Manifest, float]] = field(init=False, default_factory=dict)  # (manifest, priority)
     _lines: dict[PeerID, tuple[bytes, ...]] = field(init=False, default_factory=dict)
     _dropped: dict[PeerID, str] = field(init=False, default_factory=dict)
     _withheld: set[PeerID] = field(init=False, default_factory=set)
@@ -216,13 +220,13 @@ class _Download:
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _start: float = field(init=False, default_factory=now)
-    _waiting_until: float = field(init=False, default=0.0)  # for offers
+    _waiting_until: float = field(init=False, default=0.0)  # how long to wait for offers
 
     async def run(self) -> Downloaded:
         """See `download_state`."""
         try:
             async with asyncio.timeout(self.timeout) as self._patience:
-                stale = 0  # offers that were given up
+                stale = 0  # how often offers were given up
                 self._ask_offers()
                 while True:
                     manifest, holders = await self._choice()
@@ -241,7 +245,7 @@ class _Download:
                 self._fetch.expected.close()
 
     def _story(self) -> str:
-        """How far the download came, and what is known of each donor: for the message of an error."""
+        """How far the download has come, and what is known of each donor, for an error message."""
         missing, dropped = "", self._dropped
         if self._fetch is not None:
             manifest, plan = self._fetch.manifest, self._fetch.plan
@@ -273,7 +277,7 @@ class _Download:
                 codec_by_name(name)
             if not self.wanted(manifest.tip):
                 self._unwanted.add(donor)
-                raise ValueError(f"{_title(manifest)} is not newer than what is here")
+                raise ValueError(f"{_title(manifest)} is not newer than this peer's state")
             if manifest.nbytes > self.max_nbytes:
                 raise ValueError(f"offers a state of {manifest.nbytes} bytes, more than the {self.max_nbytes} allowed")
         except (P2PError, TimeoutError, ValueError) as error:
@@ -285,7 +289,7 @@ class _Download:
                 self._fetch.plan.add_donor(donor)
 
     async def _choice(self) -> tuple[Manifest, list[PeerID]]:
-        """Wait for offers. Returns the state that most donors of the highest priority offer, and all that hold it."""
+        """Wait for offers. Returns the state that most donors of the highest priority offer, and all of its holders."""
         while not self._can_choose():
             await self._event(self._waiting_until if now() < self._waiting_until else None)
         if self._withheld.issuperset(self.donors):
@@ -299,13 +303,13 @@ class _Download:
         return manifest, self._holders(manifest)
 
     def _holders(self, manifest: Manifest) -> list[PeerID]:
-        """All that offer that state."""
+        """All donors that offer that state."""
         holders = {donor for donor, (offer, _) in self._offers.items() if offer.id == manifest.id}
         return [donor for donor in self.donors if donor in holders]
 
     def _can_choose(self) -> bool:
-        """Whether the answers that are missing cannot change the choice, or are not worth waiting for. Where only
-        donors that are relayed have answered, others are waited for."""
+        """Whether to choose a state now: the missing answers cannot change the choice, or the time for them is over. If
+        only relayed donors have answered, the download still waits for others."""
         left = len(self.donors) - len(self._dropped)
         most = max(Counter(manifest.id for manifest, _ in self._offers.values()).values(), default=0)
         priorities = {priority for _, priority in self._offers.values()}
@@ -317,7 +321,7 @@ class _Download:
     # -- its chunks
 
     async def _download(self, manifest: Manifest, holders: Sequence[PeerID]) -> Downloaded | None:
-        """Fetch that state. Returns None if all that offer it failed."""
+        """Fetch that state. Returns None if all of its holders have failed."""
         direct = [donor for donor in holders if donor not in self.relayed]
         fetch = self._fetch = _Fetch(manifest, direct or holders, self.node.transport.leases)
         plan = fetch.plan
@@ -344,7 +348,7 @@ class _Download:
         )
 
     def _look_who_sends(self, plan: DownloadPlan) -> None:
-        """A donor whose chunk is on its way over a slow line is not silent."""
+        """Tell the plan which donors are sending: a donor whose chunk is on its way over a slow line is not silent."""
         for donor in plan.owing:
             moved = self.node.transport.moved(donor)
             if self._movements.setdefault(donor, Movement(moved)).goes_on(moved):
@@ -375,7 +379,7 @@ class _Download:
         task.add_done_callback(lambda _: self._changed.set())
 
     async def _event(self, until: float | None) -> None:
-        """Wait until a task has ended, at most until that time."""
+        """Wait until a task has ended, or until that time; None: no limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._changed.wait()

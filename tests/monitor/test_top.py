@@ -113,7 +113,7 @@ def test_of_many_peers_those_come_first_that_are_not_well() -> None:
         text = console.export_text()
     assert len(text.splitlines()) < 50
     assert all(re.search(f"^…{name_of(peer)} lost ", text, re.MULTILINE) for peer in peers[90:])
-    assert "and 80 more; those come first that are not well" in text
+    assert "and 80 more; peers that are not well come first" in text
     assert "and 4 more that are not well" in text
 
 

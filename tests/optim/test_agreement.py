@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.compression import Float16Compression
 from shoal.swarm import contacts
+from shoal.swarm.protocol import messages
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, make_model
 
 DIFFERING: dict[str, Any] = {
@@ -142,6 +143,14 @@ def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> Non
 def test_what_differs_can_be_read(running: list[shoal.DHT], given: dict[str, Any], text: str) -> None:
     with pytest.raises(shoal.AveragingError, match=re.escape(text)):
         make(running[0], **given).step(batch_size=1)
+
+
+def test_another_protocol_says_what_to_install(running: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = messages.PROTOCOL
+    monkeypatch.setattr(messages, "PROTOCOL", "99")
+    install = f"protocol is 99 here, and {theirs} there; .*: pip install 'shoal=={shoal.__version__}'"
+    with pytest.raises(shoal.AveragingError, match=install):
+        make(running[0]).step(batch_size=1)
 
 
 def test_the_others_are_told_as_well(running: list[shoal.DHT], caplog: pytest.LogCaptureFixture) -> None:

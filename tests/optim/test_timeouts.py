@@ -94,7 +94,7 @@ def test_allreduce_timeout(dht: shoal.DHT, caplog: pytest.LogCaptureFixture) -> 
     with peers(dht, **times) as optimizers, caplog.at_level(logging.WARNING, "shoal"):
         deafen(optimizers[1])
         assert 1.4 <= together(optimizers, optimizers[0]) < 25.0
-    assert "the round has not got on for 1.5 s: trying again" in caplog.text
+    assert "the round has made no progress for 1.5 s: trying again" in caplog.text
 
 
 @pytest.mark.long

@@ -163,9 +163,7 @@ def test_an_unexpected_error_is_one_warning_and_the_next_record_is_published(
     optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
     assert published.wait(30.0)
     assert failing == []
-    assert warnings(caplog) == [
-        "what this peer says of itself may be missing where it is watched: ZeroDivisionError('first')"
-    ]
+    assert warnings(caplog) == ["this peer's health record may be missing or incomplete: ZeroDivisionError('first')"]
     assert posts(optimizer.dht, optimizer.run_id)
 
 

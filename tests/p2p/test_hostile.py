@@ -174,7 +174,8 @@ def test_a_peer_of_the_first_version_is_told_so_in_one_line(caplog):
 
     asyncio.run(main())
     [line] = [record.getMessage() for record in caplog.records if "version 1" in record.getMessage()]
-    assert line == "refused a connection: it speaks version 1 of Shoal's protocol, this peer version 2"
+    what, to_do = "it speaks version 1 of Shoal's protocol, this peer version 2", "install the same version of Shoal"
+    assert line == f"refused a connection: {what}; {to_do} on both machines"
 
 
 def test_a_listener_of_the_first_version_is_named_as_such():
@@ -237,7 +238,7 @@ def for_another(**other: bytes) -> Callable[[Stranger, bytes], bytes]:
         (encode(Kept()), "Kept is not expected now"),
         (encode([4, bytes(8)]), "Taken is not expected now"),
         (encode([5]), "Alive is not expected now"),
-        (changed(version=3), "version 3, this peer 'shoal' version 2"),
+        (changed(version=3), "it speaks version 3 of Shoal's protocol, this peer version 2"),
         (changed(magic="shallow"), "it speaks 'shallow'"),
         (changed(peer=Identity().peer_id.key), "it has not proven to be"),
         (changed(peer=b"\xff" * 32), "it has not proven to be"),

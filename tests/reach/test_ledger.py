@@ -128,7 +128,7 @@ def test_circuits_of_a_pair_and_of_a_peer_are_bounded():
         book.join(30, 1)
     for number in range(ledger.CIRCUITS_PER_PEER - ledger.CIRCUITS_PER_PAIR):
         book.join(30, 2 + number % 10)
-    with pytest.raises(Refused, match="as there may be"):
+    with pytest.raises(Refused, match="is reached"):
         book.join(30, 15)
     book.join(31, 15)  # others are served
 

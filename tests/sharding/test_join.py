@@ -205,7 +205,7 @@ def test_the_rate_of_an_optimizer_that_is_not_in_the_list_does_not_stay_behind(a
 
 def test_a_scheduler_that_collects_is_refused_on_all_ranks(ask: Ask) -> None:
     for answer in ask("collecting", inputs=[1, 3]):
-        assert "Collector has not as many numbers on rank 0 as on rank 1" in answer["error"]
+        assert "Collector holds more or fewer numbers on rank 0 than on rank 1" in answer["error"]
 
 
 def expect_as_alone(said: list[Any]) -> None:

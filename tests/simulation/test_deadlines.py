@@ -108,7 +108,7 @@ def test_a_coordinator_that_misses_a_deadline_is_replaced(
         lying.cancel()
 
     run(scenario(), until=5000.0)
-    told = [record for record in caplog.records if "does not do what a coordinator" in record.getMessage()]
+    told = [record for record in caplog.records if "is replaced as the coordinator" in record.getMessage()]
     assert told, "it was never its turn"
     assert 1 <= sum(record.levelno == logging.WARNING for record in told) <= 4, "each says it once"
 

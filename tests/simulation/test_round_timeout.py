@@ -43,4 +43,4 @@ def test_a_member_that_is_less_patient_stays_in_the_round(seed: int) -> None:
 def test_a_round_that_stands_still_for_longer_than_its_coordinator_allows_ends() -> None:
     outcomes = run(slow_pair(1, of_coordinator=3.0, own=4.0))
     assert all(isinstance(outcome, AveragingError) for outcome in outcomes), outcomes
-    assert any("has not got on for 3 s" in str(outcome) for outcome in outcomes), outcomes
+    assert any("has made no progress for 3 s" in str(outcome) for outcome in outcomes), outcomes

@@ -484,7 +484,7 @@ def test_a_round_that_does_not_end_is_aborted() -> None:
     assert coordinator.tick(59.9) == []
     actions = coordinator.tick(60.0)
     assert told(actions, Abort) == set(keys(1, 2))
-    assert the(actions, Abort).reason == "the round has not got on for 60 s"
+    assert the(actions, Abort).reason == "the round has made no progress for 60 s"
     assert coordinator.phase is Phase.ABORTED
     assert done(coordinator, 1) == done(coordinator, 2) == []
 
@@ -735,7 +735,7 @@ def test_a_successor_goes_by_the_time_of_the_one_that_began_the_round() -> None:
     coordinator = taking_over(begin)
     coordinator.start_survey(1.0)
     assert coordinator.wake_at() == 8.0
-    assert the(coordinator.tick(8.0), Abort).reason == "the round has not got on for 7 s"
+    assert the(coordinator.tick(8.0), Abort).reason == "the round has made no progress for 7 s"
 
 
 def test_a_commit_that_the_dead_one_sent_to_a_single_member_is_the_decision() -> None:

@@ -190,6 +190,7 @@ def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
         *of(Have, "commit", 5, Abort(ROUND, "")),
         *of(Committed, "digests", (b"",), (bytes(31),), (ROOT,) * (MAX_CHUNKS + 1)),
         *of(Hello, "terms", Terms({}, b""), Terms({LONG: ""}, ROOT), Terms({"a": LONG}, ROOT)),
+        *of(Hello, "terms", Terms({}, ROOT, "0.2; rm"), Terms({}, ROOT, "1" * 65)),
         *of(Hello, "terms", Terms({str(n): "" for n in range(MAX_OPTIONS + 1)}, ROOT), None),
         *of(Hello, "sender", *[Member(bad, (), Role.NODE) for bad in BAD_KEYS]),
         *of(Hello, "sender", *[Member(key(1), (), Role.NODE, bad) for bad in (-1.0, math.nan, math.inf, 2e18)]),
@@ -311,6 +312,13 @@ def test_terms_that_are_equal_do_not_differ() -> None:
 )
 def test_an_option_that_differs_is_named(mine: dict[str, str], theirs: dict[str, str], words: str) -> None:
     assert Terms(mine, ROOT).difference(Terms(theirs, digest("o"))) == words
+
+
+def test_another_protocol_is_named_first_and_what_to_install() -> None:
+    mine, theirs = Terms({"a": "1", "protocol": "3"}, ROOT, "0.1.0"), Terms({"a": "2", "protocol": "4"}, ROOT, "0.2.0")
+    text = "to train together, install the same version on both machines: pip install 'shoal==0.2.0'"
+    assert mine.difference(theirs) == f"protocol is 3 here, and 4 there; {text}"
+    assert Terms({}, ROOT, "0.1.0").difference(Terms({}, ROOT, "0.2.0")) is None
 
 
 def test_a_layout_that_differs_is_said_to() -> None:

@@ -271,7 +271,7 @@ def test_what_is_not_signed_is_not_followed() -> None:
     unsigned = msgspec.structs.replace(BEGIN, timeout=61.0)
     with pytest.raises(RuleBroken, match="without its coordinator's signature"):
         follow(participant_at(TIP), unsigned, key(3), relayed=True)
-    with pytest.raises(RuleBroken, match="not signed by who sent it"):
+    with pytest.raises(RuleBroken, match="not signed by its sender"):
         follow_survey(in_round(), key(1), msgspec.structs.replace(survey_of(2, 1), out=keys(3)))
 
 

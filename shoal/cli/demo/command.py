@@ -12,11 +12,11 @@ from shoal.cli.demo.view import open_view
 
 
 def run_demo(settings: DemoSettings, console: Console) -> int:
-    """Trains, reports, and returns the exit code: 0 if all went as promised, else 1.
+    """Train, report, and return the exit code: 0 if everything went as promised, else 1.
 
     Raises :class:`~shoal.cli.demo.text.TextError` if the text cannot be used.
     """
-    load_text(settings.data)  # Here, so that a text that cannot be used is one clear error and not one per peer.
+    load_text(settings.data)  # Here, so that an unusable text is one clear error and not one for each peer.
     settings.out.mkdir(parents=True, exist_ok=True)
     if not can_draw():
         console.print(NO_PICTURE, markup=False)

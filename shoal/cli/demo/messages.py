@@ -1,4 +1,4 @@
-"""What a peer process tells its parent: one JSON object per line on standard output.
+"""The messages of a peer process to its parent: one JSON object per line on standard output.
 
 ``at`` is ``time.monotonic()`` of the peer; on one machine that clock is the same for all processes.
 """
@@ -22,11 +22,11 @@ class Listening(_Timed, frozen=True, kw_only=True):
 
 
 class Ready(_Timed, frozen=True, kw_only=True):
-    """Text, model and optimizer exist; the peer waits for the word to start."""
+    """The peer has its text, model and optimizer, and waits for the parent's word to start."""
 
 
 class Baseline(_Timed, frozen=True, kw_only=True):
-    """The task, told by the peer that evaluates: the loss to beat (nats per character) and sizes."""
+    """The task, from the peer that evaluates: the loss to beat in nats per character, and sizes."""
 
     bigram_loss: float
     parameters: int
@@ -35,7 +35,7 @@ class Baseline(_Timed, frozen=True, kw_only=True):
 
 
 class Progress(_Timed, frozen=True, kw_only=True):
-    """The peer's own part of an epoch: mean training loss in nats per character, and samples per second."""
+    """The peer's own part of an epoch: its mean training loss in nats per character, and its samples per second."""
 
     epoch: int
     loss: float
@@ -43,7 +43,7 @@ class Progress(_Timed, frozen=True, kw_only=True):
 
 
 class Committed(_Timed, frozen=True, kw_only=True):
-    """A step was made, which began ``epoch``; ``state_digest`` is of the parameters after the step."""
+    """The peer made a step, after which it is in ``epoch``. ``state_digest`` is the digest of the parameters then."""
 
     epoch: int
     samples: float
@@ -58,7 +58,9 @@ class Committed(_Timed, frozen=True, kw_only=True):
 
 
 class Downloaded(_Timed, frozen=True, kw_only=True):
-    """The peer downloaded the state of ``epoch`` from ``donors`` peers; ``state_digest`` is of its parameters."""
+    """The peer downloaded the state of ``epoch`` from ``donors`` peers. ``state_digest`` is the digest of its
+    parameters.
+    """
 
     epoch: int
     seconds: float
@@ -75,7 +77,8 @@ class Evaluated(_Timed, frozen=True, kw_only=True):
 
 
 class Finished(_Timed, frozen=True, kw_only=True):
-    """The peer reached the last epoch and stays in the swarm; ``sample``: generated text, of the one that evaluates."""
+    """The peer has reached the last epoch and stays in the swarm. ``sample`` is generated text, from the peer that
+    evaluates."""
 
     epoch: int
     sample: str

@@ -98,7 +98,7 @@ class CharacterGPT(nn.Module):
                 nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        # What flows into the residual stream is scaled down, so that its variance does not grow with the depth.
+        # Outputs to the residual stream are scaled down, so that its variance does not grow with the depth.
         for name, parameter in self.named_parameters():
             if name.endswith("_out.weight"):
                 nn.init.normal_(parameter, std=std * (2 * self.shape.layers) ** -0.5)

@@ -14,10 +14,10 @@ _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
 class Parent:
-    """Tells the parent :mod:`messages <shoal.cli.demo.messages>` and waits for its words.
+    """Sends :mod:`messages <shoal.cli.demo.messages>` to the parent, and waits for its words.
 
-    Takes over standard input and output: what else is printed goes to standard error. When the parent is gone, however
-    it ended, standard input ends, and this process exits at once: no peer outlives its demo.
+    It takes over standard input and output; everything else that is printed goes to standard error. When the parent
+    ends, in any way, standard input ends, and this process exits at once. So no peer outlives its demo.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Parent:
         threading.Thread(target=self._read, name="parent", daemon=True).start()
 
     def tell(self, message: Message) -> None:
-        """Safe to call from any thread."""
+        """Send a message to the parent. Any thread may call this."""
         with self._lock:
             self._output.write(encode(message) + b"\n")
 

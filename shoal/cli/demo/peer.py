@@ -42,7 +42,7 @@ class Peer:
         self._optimizer = self._make_optimizer()
 
     def run(self) -> None:
-        """Trains from the parent's word to start until the last epoch; then serves the others until told to stop."""
+        """Train from the parent's word START until the last epoch; then serve the others until its word STOP."""
         if self._config.evaluates:
             self._tell_baseline()
         self._parent.tell(Ready())
@@ -101,7 +101,7 @@ class Peer:
             self._optimizer.step()
             self._optimizer.zero_grad()
         if self._optimizer.local_epoch != epoch + 1:
-            return  # It downloaded a state instead: what it computed was dropped.
+            return  # It downloaded a state instead, and dropped its own gradients.
         speed = len(losses) * recipe.BATCH_SIZE_PER_STEP / (time.monotonic() - started)
         self._parent.tell(Progress(epoch=epoch, loss=sum(losses) / len(losses), samples_per_second=speed))
 
@@ -128,7 +128,7 @@ class Peer:
 
 
 def main() -> None:
-    """Reads the configuration from the command line and is a peer until the parent says stop."""
+    """Read the configuration from the command line, and run a peer until the parent says stop."""
     parent = Parent()
     # The peers of a demo share the cores: one thread each, and the same for all, so that their steps round alike.
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One child process that speaks in lines, owned by the demo's parent."""
+"""One child process of the demo's parent, which writes lines to its standard output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ORDERLY_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Something that process ``index`` wrote; ``None`` when it has ended."""
+    """A line that process ``index`` has written. ``text`` is ``None`` when the process has ended."""
 
     index: int
     text: bytes | None
@@ -23,8 +23,8 @@ class Line:
 class PeerProcess:
     """Starts ``command``; its lines go into ``lines``, its standard error into the file ``log``.
 
-    The child has a session of its own: a Ctrl-C in the terminal reaches the parent alone, which then stops every child.
-    A child that sees the end of its standard input must exit, which covers a parent that was killed.
+    The child has a session of its own, so a Ctrl-C in the terminal reaches only the parent, which then stops every
+    child. A child must exit at the end of its standard input. So it also ends if the parent is killed.
     """
 
     def __init__(self, index: int, command: list[str], lines: queue.SimpleQueue[Line], log: Path) -> None:
@@ -44,18 +44,19 @@ class PeerProcess:
         return self._process.pid
 
     def say(self, word: str) -> None:
-        """Sends a line to the child; one that is gone does not hear it."""
+        """Send a line to the child. Does nothing if the child has ended."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It has ended: its last Line says so.
+        with contextlib.suppress(BrokenPipeError):  # The child has ended, which its last Line says.
             self._process.stdin.write(word.encode() + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the child with SIGKILL."""
         self._process.kill()
 
     def exit_code(self, timeout: float = _ORDERLY_SECONDS) -> int:
-        """Waits for the end, at most ``timeout`` seconds, then kills; negative: the signal that ended the child."""
+        """Wait until the child ends, and kill it after ``timeout`` seconds. Returns its exit code; a negative one is
+        the signal that has ended it."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -63,13 +64,13 @@ class PeerProcess:
             return self._process.wait()
 
     def close(self) -> None:
-        """Ends the child, whatever it does, and lets go of its pipes."""
+        """Kill the child and close its pipes."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # A word that the child never read.
+            with contextlib.suppress(BrokenPipeError):  # The pipe may have a word that the child never read.
                 pipe.close()
 
     def last_words(self, lines: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""Everything that happened in a demo run, as the parent heard it."""
+"""Everything that the parent has heard of a demo run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PeerState(StrEnum):
 
 @dataclass(slots=True)
 class PeerRecord:
-    """What one peer process told. Times are ``time.monotonic()`` seconds."""
+    """Everything that one peer process has told. Times are in seconds of ``time.monotonic()``."""
 
     index: int
     pid: int
@@ -47,22 +47,22 @@ class PeerRecord:
 
     @property
     def name(self) -> str:
-        """How the peer is called in the view and the report."""
+        """The name of the peer in the view and the report."""
         return f"peer {self.index}"
 
     @property
     def digests(self) -> dict[int, str]:
-        """What the peer says of the parameters at the begin of each epoch that it stepped to or downloaded."""
+        """The digests of the peer's parameters at the beginning of each epoch that it stepped to or downloaded."""
         downloaded = {download.epoch: download.state_digest for download in self.downloads}
         return downloaded | {epoch: commit.state_digest for epoch, commit in self.committed.items()}
 
     @property
     def last_commit(self) -> Committed | None:
-        """Of the highest epoch that the peer committed."""
+        """The commit of the highest epoch that the peer has committed; None if there is none."""
         return self.committed[max(self.committed)] if self.committed else None
 
     def hear(self, message: Message) -> None:
-        """Takes in what the peer told."""
+        """Record a message of the peer."""
         match message:
             case Listening():
                 self.peer_id, self.addresses = message.peer_id, message.addresses
@@ -92,7 +92,7 @@ class Record:
     failures: list[str] = field(default_factory=list)
 
     def hear(self, index: int, message: Message) -> None:
-        """Takes in what peer ``index`` told."""
+        """Record a message of peer ``index``."""
         match message:
             case Baseline():
                 self.baseline = message
@@ -108,13 +108,13 @@ class Record:
         return max((max(peer.committed) for peer in self.peers.values() if peer.committed), default=-1)
 
     def commits(self) -> dict[int, list[Committed]]:
-        """What the peers told of each committed epoch, in the order of epochs."""
+        """The peers' commits of each epoch, in the order of epochs."""
         epochs = sorted({epoch for peer in self.peers.values() for epoch in peer.committed})
         peers = self.peers.values()
         return {epoch: [peer.committed[epoch] for peer in peers if epoch in peer.committed] for epoch in epochs}
 
     def digests(self) -> dict[int, list[str]]:
-        """What the peers say of their parameters at the begin of each epoch, in the order of epochs."""
+        """The digests of the peers' parameters at the beginning of each epoch, in the order of epochs."""
         found = [peer.digests for peer in self.peers.values()]
         epochs = sorted({epoch for digests in found for epoch in digests})
         return {epoch: [digests[epoch] for digests in found if epoch in digests] for epoch in epochs}

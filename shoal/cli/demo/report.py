@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 
 def write_report(record: Record, summary: Summary, console: Console) -> None:
-    """Fills the folder ``summary.settings.out``, which must exist, and shows its content."""
+    """Write the report to the folder ``summary.settings.out``, which must exist, and show it."""
     out = summary.settings.out
     table = summary_table(summary)
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary, enc_hook=str), indent=2) + b"\n")
@@ -79,7 +79,8 @@ def _result(summary: Summary) -> str:
 
 
 def draw_losses(record: Record, summary: Summary, path: Path) -> None:
-    """Training and held-out loss by epoch, with the bigram model's, the kill and the newcomer, as a PNG."""
+    """Draw a PNG of the training and held-out loss by epoch, with the bigram model's loss, the kill and the
+    newcomer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a demo run is made of: the user's choices, and what one peer process is told of them."""
+"""The settings of a demo run: the user's choices, and the configuration of one peer process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shoal.cli.demo.text import Text, file_text, standard_library_text
 
 FEWEST_EPOCHS = 10
 ENOUGH_EPOCHS = 60
-"""With so many the model has learned more than a bigram model knows (with 40 it just has), and a newcomer has had the
-time to start and take part, also on a slow machine."""
+"""After this many epochs, the model is better than a bigram model (after 40 it is just better), and a newcomer has had
+time to start and take part, even on a slow machine."""
 
 
 class Compression(StrEnum):
@@ -23,7 +23,7 @@ class Compression(StrEnum):
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices of one ``shoal demo``. Raises ``ValueError`` for those that cannot be run."""
+    """The user's choices for one ``shoal demo``. Raises ``ValueError`` for choices that cannot be run."""
 
     out: Path
     peers: int = 4
@@ -43,22 +43,23 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_short(self) -> bool:
-        """Whether the run may be over before the model beats the bigram model, and before a newcomer is there."""
+        """Whether the run may end before the model beats the bigram model, and before the newcomer has joined."""
         return self.epochs < ENOUGH_EPOCHS
 
     @property
     def kill_epoch(self) -> int:
-        """When this epoch is committed, one peer is killed."""
+        """One peer is killed when this epoch is committed."""
         return self.epochs * 2 // 5
 
     @property
     def join_epoch(self) -> int:
-        """When this epoch is committed, a new peer is started."""
+        """A new peer is started when this epoch is committed."""
         return self.epochs * 3 // 5
 
 
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer process is told on its command line, as JSON. ``evaluates``: it also measures the held-out loss."""
+    """The configuration of a peer process, which is on its command line as JSON. A peer with ``evaluates`` also
+    measures the held-out loss."""
 
     index: int
     run_id: str

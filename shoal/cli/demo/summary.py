@@ -1,4 +1,4 @@
-"""What a demo run amounts to: its numbers, and everything that makes it a failure."""
+"""The summary of a demo run: its numbers, and all problems."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shoal.cli.demo.settings import ENOUGH_EPOCHS, DemoSettings
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's result, as written to ``report.json``. Times in seconds, losses in nats per character.
+    """The demo's result, as written to ``report.json``. Times are in seconds, losses in nats per character.
 
-    ``None``: it did not happen, or nothing was there to measure. An empty ``problems`` is success; ``unreached`` is
-    what so few epochs were not enough for.
+    ``None`` means that the event did not happen or nothing could be measured. The run is a success if ``problems`` is
+    empty. ``unreached`` lists goals for which a run had too few epochs.
     """
 
     settings: DemoSettings
@@ -41,11 +41,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(record: Record, settings: DemoSettings) -> Summary:
-    """A pure function of what happened. ``record.ended_at`` must be set.
+    """Sum up a record. A pure function. ``record.ended_at`` must be set.
 
-    ``recovery_seconds``: from SIGKILL to the next epoch that the others commit. ``catch_up_seconds``: from the
-    newcomer's model and optimizer being there to its first commit; ``catch_up_after_start_seconds``: the same from the
-    start of its process, which first has to import torch and read the text.
+    ``recovery_seconds`` is the time from SIGKILL to the next epoch that the others commit. ``catch_up_seconds`` is the
+    time from when the newcomer has its model and optimizer to its first commit. ``catch_up_after_start_seconds`` is the
+    same from the start of its process, which first imports torch and reads the text.
     """
     assert record.ended_at is not None
     commits = record.commits()
@@ -97,7 +97,7 @@ def _problems(record: Record, settings: DemoSettings, commits: dict[int, list[Co
 
 
 def _late(record: Record, settings: DemoSettings) -> list[str]:
-    """What did not happen, and needs time: in a short run it is no problem."""
+    """Goals that were not reached and that need time. In a short run they are no problem."""
     late = []
     usually = f"; it takes some {ENOUGH_EPOCHS} epochs" if settings.is_short else ""
     if record.newcomer is not None and not record.peers[record.newcomer].committed:
@@ -116,14 +116,15 @@ def _recovery_seconds(record: Record) -> float | None:
     victim = next((peer for peer in record.peers.values() if peer.killed_at is not None), None)
     if victim is None or victim.killed_at is None:
         return None
-    # Peers report a commit one after the other: an epoch that any of them, the victim too, had before is not the next.
+    # Peers report a commit one after the other. So an epoch that any peer, even the victim, had reported before the
+    # kill is not the next one.
     reports = [report for peer in record.peers.values() for report in peer.committed.values()]
     before = max((report.epoch for report in reports if report.at <= victim.killed_at), default=-1)
     return _elapsed(victim.killed_at, min((report.at for report in reports if report.epoch > before), default=None))
 
 
 def _newcomer_times(record: Record) -> tuple[float | None, float | None, float | None]:
-    """When the newcomer was ready, was started and first committed."""
+    """When the newcomer was ready, when it was started, and when it first committed."""
     if record.newcomer is None:
         return None, None, None
     peer = record.peers[record.newcomer]

@@ -22,10 +22,10 @@ _PEER_COMMAND = (sys.executable, "-m", "shoal.cli.demo.peer")
 
 
 class Swarm:
-    """One run. As a context manager: no process that it started outlives it.
+    """One run. It is a context manager, and no process that it has started outlives the context.
 
-    Peer 0 is started first, evaluates, and is never the one that is killed; the others dial it. The last of the first
-    peers is killed when ``settings.kill_epoch`` is committed, a newcomer is started at ``settings.join_epoch``.
+    Peer 0 is started first, and the others dial it. It evaluates, and is never killed. The last of the first peers is
+    killed when ``settings.kill_epoch`` is committed. A newcomer is started when ``settings.join_epoch`` is committed.
     """
 
     def __init__(self, settings: DemoSettings, view: View, command: tuple[str, ...] = _PEER_COMMAND) -> None:
@@ -52,7 +52,7 @@ class Swarm:
             process.close()
 
     def run(self) -> Record:
-        """Runs until all peers that live have finished, or none lives, or nothing was committed for a minute."""
+        """Run until all living peers have finished, no peer is alive, or nothing was committed for a minute."""
         self._start_peer(0)
         heard_at = time.monotonic()
         while self._alive() and not self._all_finished():
@@ -72,7 +72,7 @@ class Swarm:
         return self.record
 
     def _take(self, line: Line) -> bool:
-        """Whether the line says that the run goes on: any message but one peer's own progress."""
+        """Handle a line. Returns whether it shows that the run makes progress: all messages but Progress do."""
         peer = self.record.peers[line.index]
         if line.text is None:
             self._ended(peer)
@@ -127,7 +127,7 @@ class Swarm:
         self._view.note(f"started {kind} {index} (process {process.pid})")
 
     def _start_training(self) -> None:
-        """Says start to the first peers as soon as none of them is still starting."""
+        """Tell the first peers to start as soon as all of them are ready."""
         peers = self.record.peers.values()
         if len(peers) == self._settings.peers and all(peer.state != PeerState.STARTING for peer in peers):
             self._training = True
@@ -143,7 +143,7 @@ class Swarm:
             self._view.note(f"killed {victim.name} (process {victim.pid}) with SIGKILL after epoch {epoch}")
 
     def _ended(self, peer: PeerRecord) -> None:
-        """The process has closed its output, which only its end does."""
+        """The process has closed its output, so it has ended."""
         code = self._processes[peer.index].exit_code()
         if peer.state not in (PeerState.KILLED, PeerState.FAILED):
             self._fail(peer, f"ended with exit code {code}: {self._processes[peer.index].last_words()}")

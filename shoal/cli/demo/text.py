@@ -1,7 +1,7 @@
-"""The text that the demo learns from: found, cut into characters, split into training and held-out parts.
+"""The text that the demo learns: finds it, and splits it into a training part and a held-out part.
 
-By default it is the source of Python's own standard library, which is on every machine that can run the demo. Every
-peer process gathers it for itself; the same interpreter gives the same text, in the same order, to each of them.
+By default it is the source of Python's own standard library, which every machine that can run the demo has. Every peer
+process reads it for itself. All use the same interpreter, so they get the same text in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """At most 256 characters, numbered in a stable order; any other character becomes the unknown one, number 0."""
+    """At most 256 characters, numbered in a stable order. All other characters become the unknown one, number 0."""
 
     characters: str
 
@@ -53,7 +53,7 @@ class Vocabulary:
         return text.translate(table).encode("latin-1")
 
     def decode(self, numbers: bytes) -> str:
-        """The inverse of :meth:`encode`, but for unknown characters."""
+        """The inverse of :meth:`encode`, except for unknown characters."""
         return "".join(self.characters[number] for number in numbers)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer's reports as messages to the parent: the one place that knows the fields of both."""
+"""Translates the optimizer's reports into messages to the parent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shoal.cli.demo.messages import Committed, Downloaded
 
 
 def as_message(report: shoal.EpochReport | shoal.DownloadReport) -> Committed | Downloaded:
-    """``report`` as the message of the same meaning, said now."""
+    """The message with the content of ``report``."""
     if isinstance(report, shoal.EpochReport):
         return Committed(
             epoch=report.epoch,

@@ -1,4 +1,4 @@
-"""What the user sees while the demo runs: a live table in a terminal, plain lines elsewhere."""
+"""Shows a demo while it runs: a live table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class View(Protocol):
 
 
 class PlainView:
-    """Lines that stay readable in a log: every note, and each tenth epoch a line for the round and one per peer."""
+    """Prints lines for a log: every note, and for every tenth epoch a line for the round and one for each peer."""
 
     def __init__(self, console: Console, epochs: int) -> None:
         self._console = console
@@ -50,7 +50,7 @@ class PlainView:
         for evaluation in record.evaluations[self._evaluations :]:
             self.note(f"held-out loss {evaluation.held_out_loss:.3f} at epoch {evaluation.epoch}")
         self._evaluations = len(record.evaluations)
-        # An epoch is shown when the one after it is there: then all peers have told what they know of it.
+        # An epoch is shown after the next one has begun: then all peers have reported it.
         if record.epoch > self._next_epoch:
             epoch = record.epoch - 1
             self._next_epoch = epoch - epoch % _LINES_EVERY_EPOCHS + _LINES_EVERY_EPOCHS

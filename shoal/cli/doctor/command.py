@@ -19,19 +19,19 @@ MARKS = {Level.WELL: ("well", "green"), Level.MIND: ("mind", "yellow"), Level.ST
 
 
 def run_doctor(asked: Asked | None, port: int, console: Console, *, as_json: bool) -> int:
-    """Look at this machine, and at the peer and run that are `asked` about; print what is found.
+    """Check this machine, and the peer and run in `asked`; print the findings.
 
     Args:
-        asked: None to look at this machine alone.
-        port: at which the peer would listen; 0 for any.
-        console: to print to.
+        asked: the peer and the run to check; None to check this machine only.
+        port: the TCP port at which the peer would listen; 0 for any.
+        console: where to print.
         as_json: print one JSON object instead of text.
 
     Returns:
         The exit code: 1 if something stops this machine from taking part, else 0.
 
     Raises:
-        ValueError: for an address, a membership or an identity that makes no sense.
+        ValueError: if an address, a membership or an identity is invalid.
         OSError: if the identity's file can't be read.
     """
     findings = asyncio.run(_all(asked, port, None if as_json else console))
@@ -68,7 +68,7 @@ def _row(finding: Finding) -> Table:
     row.add_column(width=18)
     row.add_column(overflow="fold")
     found, advice = (printable(text, len(text.encode())) for text in (finding.found, finding.advice))
-    row.add_row(Text(word, style), Text(finding.name), Text(found))  # parts of it are what other peers say
+    row.add_row(Text(word, style), Text(finding.name), Text(found))  # plain text: peers may have written parts of it
     if advice:
         row.add_row("", "", Text(advice, "dim"))
     return row

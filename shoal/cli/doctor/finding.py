@@ -1,4 +1,4 @@
-"""What the doctor has found."""
+"""The findings of the doctor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: of what was looked at.
+        name: what was checked.
         level: how bad it is.
-        found: what is there, in words.
-        advice: the way out; "" where none is needed.
-        facts: the same for programs, with units in the names.
+        found: the result, in words.
+        advice: what to do; "" if nothing needs to be done.
+        facts: the result for programs, with units in the names.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The finding as plain data, for `--json`."""
         return {
             "name": self.name,
             "level": self.level.value,

@@ -1,4 +1,4 @@
-"""What this machine is, as far as training with others needs it (Linux)."""
+"""Checks of this machine, without other machines (Linux)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sealing import has_aes
 
 LEAST_TORCH = (2, 6)
-FEW_DESCRIPTORS = 1024  # 256 of them are the trainer's; each peer takes 1, and up to 4 where tensors pass
+FEW_DESCRIPTORS = 1024  # the trainer needs 256; each peer needs 1, and up to 4 more if tensors pass
 LITTLE_DISK, NO_DISK = 5e9, 100e6  # bytes
 
 
 def look_at_machine(port: int) -> Iterator[Finding]:
-    """All that can be seen without another machine.
+    """Run all checks that need no other machine.
 
     Args:
-        port: of TCP, at which the peer would listen; 0 for any free one.
+        port: the TCP port at which the peer would listen; 0 for any free one.
     """
     yield _python()
     yield _torch()
@@ -89,8 +89,8 @@ def _interfaces() -> Finding:
         advice = (
             "these are addresses within a network. Peers outside of it reach "
             "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']) where the router forwards the port, or maps it "
-            "(port_mapping=True); who is reached by nobody is a client of those that are. `shoal doctor ADDRESS`, with "
-            "that of a peer outside, says what works here"
+            "(port_mapping=True). A peer that no other reaches can train as a client (client_mode=True). `shoal doctor "
+            "ADDRESS`, with the address of a peer outside, says what works here"
         )
         return Finding("addresses", Level.MIND, text, advice, facts)
     advice = "DHT(host_maddrs=['/ip4/0.0.0.0/tcp/<port>']) listens there; without it, on loopback only"

@@ -1,4 +1,5 @@
-"""What another peer answers: whether it can be dialled, how fast the line to it is, its clock, and who is in a run."""
+"""Checks that need another peer: whether it can be dialled, how fast the line to it is, its clock, and a run's
+members."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from shoal.cli.doctor.finding import Finding, Level
@@ -24,6 +24,7 @@ from shoal.p2p.greeting import VERSION
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Service
+from shoal.p2p.release import RELEASE
 from shoal.swarm.channel import Channel
 from shoal.swarm.directory import MAX_CLOCK_DIFFERENCE, RECORD_SECONDS, DHTDirectory
 from shoal.swarm.gate import REFUSAL
@@ -34,12 +35,12 @@ from shoal.swarm.protocol.view import Member, Role
 
 TIMEOUT = 10.0  # seconds for an answer
 PINGS = 5
-FIRST_BYTES, MOST_BYTES = 64 << 10, 4 << 20  # of one measurement of the bandwidth, the last of which counts
-LONG_ENOUGH = 0.5  # seconds, of a measurement
+FIRST_BYTES, MOST_BYTES = 64 << 10, 4 << 20  # sizes of the first and the largest measurement of bandwidth
+LONG_ENOUGH = 0.5  # seconds; the measurements end with one that takes this long
 SLOW = 10e6  # bits per second
-OFFSETS = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 900, 3600)  # seconds by which clocks are told apart
+OFFSETS = (0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 900, 3600)  # differences of clocks that are tested, in seconds
 SHOWN_MEMBERS = 8
-RELEASE = re.compile(r"[0-9][0-9A-Za-z.+!]*")
+LIKE_A_RELEASE = re.compile(r"[0-9][0-9A-Za-z.+!]*")
 UNSET = ("", "None", "NoneType", "False", "none")  # values of options that are not shown
 
 
@@ -48,10 +49,10 @@ class Asked:
     """What the user asks the doctor about.
 
     Attributes:
-        address: of a peer that listens.
-        run_id: of the run that this machine is to take part in; "" to look at no run.
-        membership: of a closed run: the line of text, or its file; None of an open one.
-        identity: the file with this peer's key; None for a new one.
+        address: the address of a peer that listens.
+        run_id: the name of the run in which this machine is to take part; "" to check no run.
+        membership: for a closed run: the line of text, or its file; None for an open run.
+        identity: the file with this peer's key; None for a new key.
     """
 
     address: Multiaddr
@@ -61,10 +62,10 @@ class Asked:
 
 
 def asked_about(address: str | None, run_id: str, membership: str | None, identity: Path | None) -> Asked | None:
-    """What the arguments of the command ask about; None if it is this machine alone.
+    """Check the arguments of the command. Returns None if only this machine is to be checked.
 
     Raises:
-        ValueError: if they do not go together.
+        ValueError: if the arguments do not fit together.
     """
     if address is None:
         if run_id or membership or identity:
@@ -73,19 +74,19 @@ def asked_about(address: str | None, run_id: str, membership: str | None, identi
     parsed = Multiaddr(address)
     if parsed.peer_id is None:
         raise ValueError(f"{address} does not say who answers there: it must end in /p2p/<peer id>, as it was printed")
-    # Who is reached through a relay serves nobody in the DHT: its relay is asked.
+    # A peer behind a relay is a client of the DHT and answers nobody there, so the doctor asks its relay.
     return Asked(parsed if parsed.relay is None else parsed.of_relay(), run_id, membership, identity)
 
 
 async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:
-    """All that can be seen from the peer at an address, and of its run.
+    """Run all checks that need the peer at an address, and those of its run.
 
     Args:
-        asked: about which peer and run.
-        port: at which this machine would listen; 0 for any.
+        asked: the peer and the run.
+        port: the TCP port at which this machine would listen; 0 for any.
 
     Raises:
-        ValueError: for an address, a membership or an identity that makes no sense.
+        ValueError: if an address, a membership or an identity is invalid.
         OSError: if the identity's file can't be read.
     """
     identity = Identity() if asked.identity is None else Identity.from_file(asked.identity)
@@ -99,7 +100,7 @@ async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:
         seconds = time.perf_counter() - began
         found = f"answers, and speaks version {VERSION} of the protocol, as this peer does ({seconds:.2f} s)"
         yield Finding("peer", Level.WELL, found, "", {"protocol": VERSION, "seconds": seconds})
-        assert asked.address.peer_id is not None  # else it was refused
+        assert asked.address.peer_id is not None  # `asked_about` has checked that
         async for finding in _look_at_line(dht, asked.address.peer_id):
             yield finding
         async for finding in look_at_reach(dht, asked.address, port):
@@ -164,8 +165,8 @@ async def _look_at_line(dht: CreatedNode, peer: PeerID) -> AsyncIterator[Finding
 
 
 async def _clock(dht: CreatedNode, peer: PeerID) -> Finding:
-    """Compares clocks: a node keeps of several records those that have not expired by its clock. Their cached copies
-    are gone with their time."""
+    """Compare clocks. The peer is asked to cache several records, and keeps those that have not expired by its clock.
+    So they show what its clock says. The records expire by themselves."""
     now, key = get_dht_time(), os.urandom(16)
     offsets = sorted([-offset for offset in OFFSETS] + list(OFFSETS))
     records = [make_record(key, b"", now + offset, subkey, now) for subkey, offset in enumerate(offsets)]
@@ -217,20 +218,20 @@ async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Finding]
 
 
 def _release(releases: Counter[str]) -> Finding:
-    """Which releases of Shoal the members have, as they publish it, and how many have it. What is no release is shown,
-    as far as there is room, and never a part of a command."""
-    mine, theirs = version("shoal"), [release for release, _ in releases.most_common()]
+    """Compare this release of Shoal with those that members publish. `releases` counts them. A text that is no release
+    is shown if there is room, but never used in a command."""
+    mine, theirs = RELEASE, [release for release, _ in releases.most_common()]
     shown = f"{', '.join(theirs[:SHOWN_MEMBERS])}{', …' * (len(theirs) > SHOWN_MEMBERS)}"
     found, facts = f"members have Shoal {shown}; here it is {mine}", {"members": theirs, "here": mine}
     if mine in theirs:
         return Finding("release", Level.WELL, found, "", facts)
-    wanted = next((release for release in theirs if RELEASE.fullmatch(release)), None)
-    advice = "ask who runs it which release of Shoal it needs" if wanted is None else f"pip install shoal=={wanted}"
+    wanted = next((release for release in theirs if LIKE_A_RELEASE.fullmatch(release)), None)
+    advice = "ask who runs it which release of Shoal it needs" if wanted is None else f"pip install 'shoal=={wanted}'"
     return Finding("release", Level.MIND, found, advice, facts)
 
 
 async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | str:
-    """What a member says of itself, or why it says nothing."""
+    """The HELLO of a member, or the reason why there is none."""
     if member.role is Role.CLIENT:
         return "a client, which nobody dials"
     channel.learn(member)
@@ -238,7 +239,7 @@ async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | st
     try:
         return await channel.call(member.key, watching, msg.Hello, TIMEOUT)
     except Refused as error:
-        return "this membership is none to it" if str(error) == REFUSAL else str(error)
+        return "it does not accept this membership" if str(error) == REFUSAL else str(error)
     except (P2PError, TimeoutError) as error:
         return str(error) or f"no answer within {TIMEOUT:g} s"
 
@@ -257,8 +258,8 @@ def _members(answers: dict[Member, msg.Hello | str]) -> Finding:
         return Finding("run", Level.WELL, f"{found}; all that can be dialled answer", "", facts)
     first = [f"{member.peer} ({', '.join(member.addresses)}): {why}" for member, why in silent.items()][:SHOWN_MEMBERS]
     advice = (
-        "who is gone is listed for a minute longer; who trains needs an open port that this machine reaches "
-        "(host_maddrs=), or client_mode=True"
+        "a peer that is gone stays listed for a minute; a peer that trains needs an open port that this machine "
+        "reaches (host_maddrs=), or client_mode=True"
     )
     nobody = len(silent) == len(answers) - clients
     found = f"{found}; {len(silent)} do not answer: {'; '.join(first)}"
@@ -266,7 +267,7 @@ def _members(answers: dict[Member, msg.Hello | str]) -> Finding:
 
 
 def _terms(hellos: list[msg.Hello]) -> Finding:
-    """What the members go by, which this machine's script must equal."""
+    """Compare the options and models of members. The script on this machine must have the same."""
     counted = Counter(tuple(sorted(hello.terms.options.items())) for hello in hellos)
     options = dict(counted.most_common(1)[0][0])
     tip = max((hello.tip for hello in hellos), key=lambda tip: tip.epoch)

@@ -1,4 +1,4 @@
-"""Whether others reach this machine, and which kind of router is before it."""
+"""Checks whether others reach this machine, and which kind of router it is behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {
 
 
 class _Onlooker(Asker):
-    """Asks, and takes part in nothing."""
+    """An asker that does not announce what it finds out."""
 
     def __init__(self, dht: CreatedNode) -> None:
         self._dht, self.node = dht, dht.node
@@ -49,12 +49,14 @@ class _Onlooker(Asker):
 
 
 async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> AsyncIterator[Finding]:
-    """What the peer at `address`, to which `dht` is connected, and others that it knows see of this machine.
+    """Ask other peers how they see this machine.
 
     Args:
-        port: of TCP, at which the peer would listen; 0 for any free one.
+        dht: a DHT node that is connected to the peer at `address`. The other peers are those that it knows.
+        address: the address of that peer.
+        port: the TCP port at which this peer would listen; 0 for any free one.
     """
-    assert address.peer_id is not None  # else it would not be connected
+    assert address.peer_id is not None  # otherwise it would not be connected
     source = dht.node.transport.source(address.peer_id)
     if not source or is_host_of_this_machine(source):
         return  # only a peer elsewhere can tell
@@ -66,7 +68,7 @@ async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> Asyn
 
 
 async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Finding:
-    """Each address of another host, the asked one's first."""
+    """Find the kind of router by asking one peer at each host, the given one first."""
     by_host = {host_of(source): address}
     for peer in dht.contacts():
         host = dht.node.transport.source(peer)
@@ -119,7 +121,7 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
 
 
 async def _mapping(port: int) -> Finding:
-    """Whether the router would map a port. It is not asked to."""
+    """Check whether the router would map a port. It is not asked to do so."""
     reasons = []
     for mapper in (NatPmp(), Upnp()):
         try:

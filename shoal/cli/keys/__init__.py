@@ -1,1 +1,1 @@
-"""``shoal keys``: what the owner of a closed run does; see ``shoal.membership``."""
+"""``shoal keys``: commands for the owner of a closed run; see ``shoal.membership``."""

@@ -70,7 +70,7 @@ def admit_peer(
     role: Annotated[
         list[Part] | None, typer.Option(help="What it may do; can be given several times; without it, train.")
     ] = None,
-    days: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    days: Annotated[float, typer.Option(help="How long the membership is valid.")] = 30.0,
     out: Annotated[Path | None, typer.Option(help="File for the membership; without it, it is printed.")] = None,
     folder: Folder = DEFAULT_FOLDER,
 ) -> None:
@@ -121,7 +121,7 @@ def pin_state(
 
 
 def _tell(keys: Keys, key: OwnerKey, initial_peers: list[str], path: Path) -> None:
-    """Put all that the owner has said into the DHT of the run, if there is a way to it."""
+    """Publish the owner's revocations and pin in the DHT of the run, if initial peers are given."""
     typer.echo(f"signed: {path}")
     if not initial_peers:
         typer.echo("the run does not know it yet: give --initial-peers to tell it", err=True)

@@ -1,4 +1,5 @@
-"""Where an owner keeps the keys of closed runs, and the last words of each: one file each, by the run's id."""
+"""The folder in which an owner keeps the keys of closed runs, and the last revocations and pin of each. The files are
+named by the run's id."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ DEFAULT_FOLDER = Path("~/.config/shoal/keys")
 
 
 class Keys:
-    """A folder of owners' keys. Every method raises OSError for files that can't be read or written, and ValueError for
-    those that hold something else.
+    """A folder with keys of closed runs. Every method raises OSError if a file can't be read or written, and ValueError
+    if a file has other content than its name says.
 
     Args:
-        folder: made if it does not exist, readable by its owner only.
+        folder: the folder. `make` creates it if it does not exist; then only its owner can read it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
 
     def make(self, name: str) -> OwnerKey:
-        """A new key, saved. Raises FileExistsError rather than make a second run of that name here."""
+        """Make and save a new key. Raises FileExistsError if the folder has a run of that name already."""
         key = OwnerKey(name)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         present = sorted(self.folder.glob(f"{name}@*.key"))
@@ -39,19 +40,19 @@ class Keys:
         return key
 
     def key_of(self, run_id: str) -> OwnerKey:
-        """The key of that run."""
+        """The key of that run. Raises ValueError if it is not in the folder."""
         run = closed(run_id)
         path = self._key_file(run)
         if not path.exists():
             here = ", ".join(found.name.removesuffix(".key") for found in sorted(self.folder.glob("*.key")))
             raise ValueError(
-                f"there is no {path}: only who has the run's key can do this; {self.folder} has the keys of "
-                f"{here or 'no run'}"
+                f"there is no {path}: this needs the run's key, which only its owner has; {self.folder} has the keys "
+                f"of {here or 'no run'}"
             )
         return OwnerKey.load(path, run)
 
     def has(self, run: ClosedRun) -> bool:
-        """Whether the key of that run is here."""
+        """Whether the key of that run is in the folder."""
         return self._key_file(run).exists()
 
     def revocations(self, run: ClosedRun) -> Revocations | None:
@@ -73,7 +74,7 @@ class Keys:
 
 
 def closed(run_id: str) -> ClosedRun:
-    """The closed run with that id. Raises ValueError if it is none."""
+    """The closed run with that id. Raises ValueError if it is no id of a closed run."""
     run = ClosedRun.of(run_id)
     if run is None or run.run_id != run_id:
         raise ValueError(f"{run_id!r} is no closed run: give its id, name@key, as `shoal keys run` has printed it")
@@ -81,7 +82,7 @@ def closed(run_id: str) -> ClosedRun:
 
 
 def write_line(path: Path, line: str) -> None:
-    """Write a file of one line, in place of the one that is there, if any; never half of it."""
+    """Write a file of one line atomically. It replaces an existing file."""
     new = path.with_name(path.name + ".new")
     new.write_text(line + "\n")
     os.replace(new, path)

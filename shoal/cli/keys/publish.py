@@ -1,4 +1,4 @@
-"""Puts an owner's words into the DHT of its run, where members look for them every 15 s."""
+"""Publishes an owner's revocations and pin (its *words*) in the DHT of the run, where members read them every 15 s."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ from shoal.swarm.owners_words import OWNER_SECONDS, Words, publish_words, words_
 
 
 def publish(key: OwnerKey, initial_peers: list[str], words: Words) -> bool:
-    """Sign a record with these words (revocations and pin, "" for none) as the owner, in the DHT that the initial peers
-    are in; of each kind the newest is kept. Returns whether a node keeps it.
+    """Publish the owner's words in the DHT of the initial peers. If the DHT has newer ones, those are kept.
+
+    Args:
+        key: the owner's key, which signs the record.
+        initial_peers: addresses of peers of the DHT.
+        words: (revocations, pin) as text; "" for none.
+
+    Returns:
+        Whether a node of the DHT keeps the record.
 
     Raises:
         PeerUnreachable: if no initial peer answers.
-        ValueError: for an address that can't be.
+        ValueError: if an address is invalid.
     """
     return asyncio.run(_publish(key, initial_peers, words))
 
@@ -42,7 +49,7 @@ async def _publish(key: OwnerKey, initial_peers: list[str], words: Words) -> boo
 
 
 def _newest(kind: Kind, run: ClosedRun, mine: str, there: str) -> str:  # type: ignore[type-arg]
-    """The newer of two statements; anybody may have written the second."""
+    """The newer of two statements. The second may be invalid, since anybody may have written it."""
     try:
         number = kind.read(there, run).number
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the machines of the protocol want done: the driver performs it."""
+"""The actions that the state machines of the protocol ask for. The driver (`Swarm`) performs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a request to the peers with these keys. Each answer, or why there is none, is an event of the machine."""
+    """Send a request to the peers with these keys. The machine receives each answer, or the error, as an event."""
 
     to: tuple[bytes, ...]
     message: Join | Survey | Repair
@@ -34,14 +34,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """This peer is in a round: connect to its reducers and wait until the input can be read; then it is `started`."""
+    """This peer is in a round: connect to its reducers, wait until the input can be read, and then call `started`."""
 
     begin: Begin
 
 
 @dataclass(frozen=True, slots=True)
 class FetchChunks:
-    """Fetch these chunks of a round's result from their owners, and none that were to be fetched before."""
+    """Fetch these chunks of a round's result from their owners. Stop fetching chunks for an earlier action."""
 
     exchange: BytesExchange
     sources: Sequence[Source]
@@ -49,14 +49,15 @@ class FetchChunks:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The memory of this round is about to be used for something else: nothing is sent from it or fetched into it."""
+    """Stop sending from the memory of this round and fetching into it, because it is about to be used again."""
 
     round: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Exchange HELLO with this member, which may coordinate; the peer `instead_of` has said so, if one has."""
+    """Exchange HELLO with this member, which may be the coordinator. If `instead_of` is given, that peer has said that
+    the member coordinates in its place."""
 
     member: Member
     instead_of: bytes = b""

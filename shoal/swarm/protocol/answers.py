@@ -1,5 +1,5 @@
-"""Evaluates the answers to a coordinator's survey: which cannot be true, and where missing chunks come from. Pure
-functions."""
+"""Evaluates the answers to a coordinator's survey: finds those that cannot be true, and sources for missing chunks.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from shoal.swarm.protocol.view import Member
 
 
 def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> None:
-    """Raises RuleBroken, with the reason, if a member's answer to the survey of `ballot` cannot be true.
+    """Raise RuleBroken, with the reason, if a member's answer to the survey of `ballot` cannot be true.
 
     Args:
-        said: the digest of its DONE, if it has received no other chunks since.
+        begin: the round.
+        ballot: the ballot of the survey.
+        member: the member that answers.
+        have: its answer.
+        said: the digest in the member's DONE, if the member has received no other chunks since; else None.
     """
     chunks, repair = begin.starts[-1] if member.contributes else 0, have.repair
     require(have.commit is None, "it has a commit of another round")
     require(len(have.digests) == chunks, f"it listed {len(have.digests)} chunks of {chunks}")
     require(all(len(digest) in (0, 32) for digest in have.digests), "it listed digests of another length")
     for earlier in (have.done, repair.ballot if repair is not None else None):
-        # A member that answers follows no ballot below `ballot` any more, and `ballot` is new.
+        # A member that answers follows no lower ballot any more, and nobody has used `ballot` before.
         if earlier is not None and not begin.ballot <= earlier < ballot:
             raise RuleBroken(f"it followed attempt {earlier.number}, which nobody made before attempt {ballot.number}")
     if repair is not None:
@@ -37,12 +41,17 @@ def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said:
 def repaired(
     begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], parted: Collection[frozenset[bytes]] = ()
 ) -> tuple[tuple[Source, ...], bytes]:
-    """The sources of the chunks that the reducers of BEGIN no longer send, and the digest of the result if it is
-    settled (every member has every chunk in some version), else b"".
+    """Plan a repair: where the chunks come from that the reducers of BEGIN no longer send.
 
     Args:
-        live: the members that are not out, in member order; `haves` has an answer of each without a flaw.
+        begin: the round.
+        live: the members that are not out, in member order.
+        haves: a checked answer of each of these members.
         parted: the pairs of members that exchange nothing.
+
+    Returns:
+        The sources of the chunks, and the digest of the result if it is settled, else b"". It is settled when every
+        member has every chunk in some version.
     """
     here = [member for member in begin.members if member.key in live]
     reducers = [m.key for m, reduces in zip(here, who_reduce(here), strict=True) if reduces] or live
@@ -61,7 +70,7 @@ def repaired(
             if digest := _digest(haves[key], chunk):
                 holders.setdefault(digest, []).append(key)
         votes = Counter(digest for key in voters if (digest := _digest(haves[key], chunk)))
-        # If there are two versions of a chunk (its reducer lied), the result is the one that more members hold.
+        # If there are two versions of a chunk, because its reducer lied, the result is the one that more members hold.
         digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
         result.append(digest)
         lacking = [k for k in live if len(haves[k].digests) > chunk and not _digest(haves[k], chunk)] if parted else []
@@ -80,7 +89,8 @@ def repaired(
 
 
 def _voters(live: Sequence[bytes], haves: Mapping[bytes, Have]) -> Sequence[bytes]:
-    """The members whose chunks are the result: those that were complete under the highest ballot, else all."""
+    """The members whose chunks make the result: those that were complete under the highest ballot, or all members if
+    none was complete."""
     ballots = {key: have.done for key, have in haves.items() if have.done is not None and have.digests}
     highest = max(ballots.values(), default=None)
     return [key for key, ballot in ballots.items() if ballot == highest] or live

@@ -1,4 +1,4 @@
-"""One member's bookkeeping of a round: which chunk is owed to whom, what has come, what is missing. No I/O."""
+"""One member's bookkeeping of a round: which chunks it owes, which have arrived, and which are missing. No I/O."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.messages import Begin, Part, Repair, Result, Source
 from shoal.swarm.protocol.plan import ChunkSpan
 
-# Parts that a member has under way to one reducer. A chunk's result is also the credit for the next part, so neither
+# The most parts that a member has under way to one reducer. The result of a chunk permits the next part, so neither
 # side ever has more than this many chunks queued to the other.
 WINDOW = 4
 
 
 class RuleBroken(Refused):
-    """What a member sent does not belong there; the text says why."""
+    """A member's message breaks a rule of the protocol; the text says which one."""
 
 
 def require(is_obeyed: bool, rule: str) -> None:
-    """Raises RuleBroken if that rule is not obeyed; the text says how it is broken."""
+    """Raise RuleBroken if a rule is not obeyed. `rule` says how it is broken."""
     if not is_obeyed:
         raise RuleBroken(rule)
 
@@ -35,18 +35,20 @@ class Book:
         chunks: its chunk table.
 
     Attributes:
-        keys: the members, in their order.
-        weights: what the parts of each member weigh.
+        keys: the keys of the members, in member order.
+        weights: the weight of each member's parts.
         receives: whether each member contributes and receives the average.
-        owners: who reduces each chunk.
-        digests: of the averaged chunks; b"" while one is missing.
+        owners: the reducer of each chunk.
+        digests: the digest of each averaged chunk; b"" while it is missing.
         missing: the chunks whose averages are missing.
-        parts: of each of my chunks, whose part has come.
+        parts: for each of my chunks, the members whose parts have arrived.
         out: members that have left the round.
-        parted: members with which this one exchanges nothing: their parts are not waited for, and what they reduce is
-            fetched from others.
-        plan: names the BEGIN or the Repair by which `owners` stands.
+        parted: members that this one is parted from: it exchanges nothing with them. It does not wait for their parts,
+            and fetches the chunks that they reduce from others.
+        plan: the name of the BEGIN or REPAIR that has set `owners`.
         changes: a counter that grows when members leave, or the plan changes.
+
+    "My chunks" are those that this member reduces.
     """
 
     def __init__(self, me: bytes, begin: Begin, chunks: list[ChunkSpan]) -> None:
@@ -54,7 +56,7 @@ class Book:
         self.keys = [member.key for member in begin.members]
         self.weights = dict(zip(self.keys, begin.weights, strict=True))
         self.receives = {m.key: m.contributes for m in begin.members}
-        if me not in self.receives:  # it missed the round, and fetches the result
+        if me not in self.receives:  # this peer missed the round, and fetches the result
             self.receives[me], self.weights[me] = True, 0.0
         self.owners = [key for i, key in enumerate(self.keys) for _ in range(begin.starts[i], begin.starts[i + 1])]
         self.digests = [b""] * len(chunks)
@@ -62,12 +64,13 @@ class Book:
         self.parts: dict[int, dict[bytes, None]] = {}
         self.out: dict[bytes, None] = {}
         self.parted: dict[bytes, None] = {}
-        self._past: dict[bytes, None] = {}  # the plans before
+        self._past: dict[bytes, None] = {}  # earlier plans
         self.changes = 0
-        self._owing = {key: None for key in self.keys if key != me and self.receives[key]}  # neither out nor parted
-        self._lacks: dict[int, int] = {}  # of each of my chunks, how many of them have not brought their part
+        # Members whose parts this one waits for: neither out nor parted.
+        self._owing = {key: None for key in self.keys if key != me and self.receives[key]}
+        self._lacks: dict[int, int] = {}  # for each of my chunks: how many members in `_owing` have not sent their part
         self._reduced: dict[int, None] = {}
-        self._weighed: dict[bytes, float] = {}  # what a member's parts weigh, once one has come
+        self._weighed: dict[bytes, float] = {}  # the weight of a member's parts, once one has arrived
         self._queues: defaultdict[bytes, deque[int]] = defaultdict(deque)  # parts that are not sent yet, by reducer
         self._under_way: Counter[bytes] = Counter()
         for chunk, owner in enumerate(self.owners):
@@ -82,7 +85,7 @@ class Book:
             self._queues[owner].append(chunk)
 
     def knows(self, plan: bytes) -> bool:
-        """Whether that is the plan, or an earlier one, of this round."""
+        """Whether that is the current plan of this round, or an earlier one."""
         return plan == self.plan or plan in self._past
 
     # -- as a sender
@@ -112,7 +115,7 @@ class Book:
             return False
         if self.owners[chunk] != sender:
             if plan in self._past:
-                return False  # on its way when the chunk was given to another
+                return False  # it was under way when the chunk was assigned to another reducer
             raise RuleBroken(f"a result of chunk {chunk}, which is not its to reduce")
         return not self.digests[chunk]
 
@@ -124,8 +127,15 @@ class Book:
     # -- as a reducer
 
     def part_arrived(self, sender: bytes, chunk: int, plan: bytes, weight: float) -> bool:
-        """A member's part of one of my chunks has arrived under `plan`. Returns whether it is needed. Raises RuleBroken
-        if it does not belong here. The first part of a member fixes the weight of all of them."""
+        """A member's part of one of my chunks has arrived under `plan`. The first part of a member fixes the weight of
+        all its parts.
+
+        Returns:
+            Whether the part is needed.
+
+        Raises:
+            RuleBroken: if the part breaks the rules of the round.
+        """
         if sender not in self.weights:
             raise RuleBroken("it is not a member of the round")
         if chunk >= len(self.chunks):
@@ -134,7 +144,7 @@ class Book:
             return False
         if chunk not in self.parts:
             if plan in self._past:
-                return False  # on its way when the chunk was given to another
+                return False  # it was under way when the chunk was assigned to another reducer
             raise RuleBroken(f"chunk {chunk} is not mine to reduce")
         if not self.receives[sender]:
             raise RuleBroken("an auxiliary member contributes nothing")
@@ -149,7 +159,7 @@ class Book:
         return True
 
     def is_ready(self, chunk: int) -> bool:
-        """Whether my chunk can be reduced: the parts of all remaining members have arrived."""
+        """Whether one of my chunks can be reduced: the parts of all remaining members have arrived."""
         return chunk not in self._reduced and self._lacks.get(chunk) == 0
 
     def reduced(self, chunk: int) -> None:
@@ -157,7 +167,7 @@ class Book:
         self._reduced[chunk] = None
 
     def waiting_for(self) -> dict[bytes, None]:
-        """The members that hold up a chunk which I reduce: their parts are missing."""
+        """The members that hold up one of my chunks, because their parts are missing."""
         held_up = [self.parts[chunk] for chunk, lacks in self._lacks.items() if lacks and chunk not in self._reduced]
         return {key: None for came in held_up for key in self._owing if key not in came}
 
@@ -168,7 +178,7 @@ class Book:
         return {chunk: self.owners[chunk] for chunk in sorted(self.missing) if self.owners[chunk] not in mine_to_fetch}
 
     def recipients(self) -> list[bytes]:
-        """To whom the averages go that I reduce."""
+        """The members that receive the averages of my chunks."""
         return list(self._owing)
 
     # -- when somebody leaves
@@ -183,7 +193,11 @@ class Book:
         return [chunk for chunk in self.parts if self.is_ready(chunk)]
 
     def repair(self, repair: Repair) -> tuple[list[Source], list[int]]:
-        """Follow a repair of chunks that exist. Returns those to fetch, and my new ones that can be reduced now."""
+        """Follow a repair, which was checked (`check_repair`).
+
+        Returns:
+            The chunks to fetch, and those of my chunks that can be reduced now.
+        """
         fetches = []
         self.changes += 1
         self._past[self.plan] = None
@@ -202,14 +216,14 @@ class Book:
         return fetches, [chunk for chunk in self.parts if self.is_ready(chunk)]
 
     def _part(self, keys: Iterable[bytes]) -> None:
-        """Exchange nothing with these members from here on. What they have brought to chunks that are not reduced yet
-        is left out (`Exchange`)."""
+        """Exchange nothing with these members from now on. Chunks that are not reduced yet are reduced without their
+        parts (by `Exchange`)."""
         for key in keys:
             self.parted[key] = None
             self._owes_no_more(key)
 
     def _owes_no_more(self, key: bytes) -> None:
-        """No part is waited for from that member, and none is sent to it."""
+        """Neither wait for parts of that member nor send parts to it."""
         self._queues.pop(key, None)
         if key in self._owing:
             del self._owing[key]
@@ -218,22 +232,22 @@ class Book:
 
     @property
     def lacks_only_parted(self) -> bool:
-        """Whether nothing is missing but what others hold, reduced by members from whom this one is parted."""
+        """Whether all missing chunks are those that parted members reduce. This member can fetch them from others."""
         theirs = all(self.owners[chunk] in self.parted for chunk in self.missing)
         return bool(self.missing) and theirs and len(self._reduced) == len(self.parts)
 
     @property
     def complete(self) -> bool:
-        """Whether this member has every average, or, if it receives none, has reduced all of its chunks."""
+        """Whether this member has every average. One that receives none must have reduced all of its chunks."""
         return not self.missing if self.receives[self.me] else len(self._reduced) == len(self.parts)
 
     def root(self) -> bytes:
-        """The digest of all chunk digests, 32 bytes; b"" of a member that does not receive the result."""
+        """The digest of all chunk digests, 32 bytes; b"" if this member does not receive the result."""
         return root_of(self.digests) if self.receives[self.me] else b""
 
 
 def check_repair(begin: Begin, repair: Repair) -> None:
-    """Raises RuleBroken, with the reason, for a Repair that cannot be one of that round."""
+    """Raise RuleBroken, with the reason, if a Repair does not fit that round."""
     keys = {member.key for member in begin.members}
     require(repair.round == begin.round, "a repair of another round")
     may_lead = repair.ballot.coordinator in (begin.ballot.coordinator, *keys)
@@ -246,7 +260,7 @@ def check_repair(begin: Begin, repair: Repair) -> None:
 
 
 def check_begin(begin: Begin) -> None:
-    """Raises RuleBroken, with the reason, for a BEGIN that contradicts itself: nothing opens one unchecked."""
+    """Raise RuleBroken, with the reason, if a BEGIN contradicts itself. Call this before any other use of a BEGIN."""
     keys, starts = [member.key for member in begin.members], list(begin.starts)
     lengths = {len(keys), len(begin.weights), len(begin.machines), len(begin.states)}
     require(bool(keys), "BEGIN without members")
@@ -261,23 +275,26 @@ def root_of(digests: Iterable[bytes]) -> bytes:
     return blake3(b"".join(digests)).digest()
 
 
-MAX_EARLY = 64  # of one member
-MAX_EARLY_BYTES = 1 << 28  # of all members together
+MAX_EARLY = 64  # early chunks of one member
+MAX_EARLY_BYTES = 1 << 28  # early chunks of all members together
 TOO_MANY = "too many chunks by a plan that this peer does not have"
 
 Chunk = tuple[bytes, Part | Result, Sequence[memoryview]]
 
 
 class EarlyChunks:
-    """Keeps chunks by a plan (a BEGIN or a Repair) that has not come yet."""
+    """Keeps chunks that belong to a plan (a BEGIN or a Repair) that has not arrived yet."""
 
     def __init__(self) -> None:
         self._kept: list[Chunk] = []
 
     def keep(self, peer: bytes, message: Part | Result, buffers: Sequence[memoryview]) -> None:
-        """Where they take too much, some of whoever has brought the most are dropped: an honest member brings few.
+        """Keep a chunk of `peer`. If all kept chunks take too much memory, drop chunks of the member that has sent the
+        most: an honest member sends few.
 
-        Raises RuleBroken if that is this member, or if it has brought too many."""
+        Raises:
+            RuleBroken: if `peer` itself has sent the most, or too many.
+        """
         held = Counter({peer: _size(buffers)})
         for sender, _, kept in self._kept:
             held[sender] += _size(kept)
@@ -287,11 +304,11 @@ class EarlyChunks:
             require(most != peer, TOO_MANY)
             last = max(i for i, (sender, _, kept) in enumerate(self._kept) if sender == most and kept)
             held[most] -= _size(self._kept.pop(last)[2])
-        # Copies, since these must not take the memory in which chunks come for as long as that lasts.
+        # Copies, so that early chunks do not occupy the memory into which chunks are received.
         self._kept.append((peer, message, [memoryview(bytearray(buffer)) for buffer in buffers]))
 
     def take(self, round_id: bytes) -> list[Chunk]:
-        """The chunks of that round, in the order in which they came; the others belong nowhere any more."""
+        """Return the chunks of that round, in order of arrival, and drop all others."""
         kept, self._kept = self._kept, []
         return [chunk for chunk in kept if chunk[1].round == round_id]
 

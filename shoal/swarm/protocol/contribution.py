@@ -1,4 +1,4 @@
-"""What a peer brings to a round, the interface of the bytes, the outcome, and what the members tell each other."""
+"""A peer's contribution to a round, the interface to the bytes of the round, its outcome, and the gathered data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SendTo(Protocol):
 
 
 class BytesExchange(Protocol):
-    """One member's side of the all-reduce of one round, as the protocol sees it: an interface that knows no tensors.
+    """One member's side of the all-reduce of one round. This interface hides tensors from the protocol;
     `shoal.averaging.exchange.Exchange` implements it for flat tensors.
 
     Attributes:
@@ -42,14 +42,14 @@ class BytesExchange(Protocol):
     progressed: int
 
     def start(self, weight: float, leases: Leases) -> None:
-        """Send the first parts. `weight` is the weight of this member's input. Until `close`, memory of the output
-        waits in `leases` for what others send."""
+        """Send the first parts. `weight` is the weight of this member's input. Until `close`, memory of the output is
+        registered in `leases` for chunks that are to arrive."""
 
     def part(self, sender: bytes, part: Part, buffers: Buffers) -> None:
-        """A member's part of a chunk has arrived. Raises RuleBroken if it does not belong here."""
+        """A member's part of a chunk has arrived. Raises RuleBroken if it breaks the rules of the round."""
 
     def result(self, sender: bytes, result: Result, buffers: Buffers) -> None:
-        """The average of a chunk has arrived. Raises RuleBroken if it does not belong here."""
+        """The average of a chunk has arrived. Raises RuleBroken if it breaks the rules of the round."""
 
     def put_out(self, keys: Sequence[bytes]) -> None:
         """Continue without these members."""
@@ -58,16 +58,17 @@ class BytesExchange(Protocol):
         """Follow a repair. Returns the chunks to fetch. Raises RuleBroken if it does not fit the round."""
 
     def await_fetched(self, chunk: int, holder: bytes, leases: Leases) -> None:
-        """The holder is about to be asked for a chunk, whose memory waits in `leases` until it arrives."""
+        """Register the output memory of a chunk in `leases`: this peer is about to ask that holder for the chunk."""
 
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
-        """A chunk has arrived from a holder. Raises RuleBroken if it does not have that digest."""
+        """A chunk that this peer has asked a holder for has arrived. Raises RuleBroken if it does not have that
+        digest."""
 
     def close(self) -> None:
-        """Nothing is written into the output any more, whatever still arrives."""
+        """Stop: chunks that still arrive are not written to the output."""
 
     def chunk_bytes(self, chunk: int) -> memoryview:
-        """The average of a chunk that is here, uncompressed."""
+        """The average of a chunk that this member holds, uncompressed."""
 
 
 @dataclass(slots=True)
@@ -75,18 +76,19 @@ class Contribution:
     """What a peer brings to a round.
 
     Attributes:
-        weight: the weight of its input in the mean, at least 0 (with 0 it only receives); may change until `prepare`
+        weight: the weight of its input in the mean, at least 0 (with 0 it only receives); it may change until `prepare`
             has ended.
         open: makes the exchange of a round: `open(begin, send, fault)`.
-        patience: the number of seconds to wait for others.
-        prepare: if given, awaited between BEGIN and the first byte; may wait until the input can be read.
-        excused: whether `prepare` waits for the user's permission: then the others are asked not to treat that as a
-            fault.
+        patience: the number of seconds to wait for others to join.
+        prepare: if given, awaited between BEGIN and the first byte; it may wait until the input can be read.
+        excused: returns whether `prepare` waits for the user's permission. If so, this peer asks the others not to
+            treat its silence as a fault.
         gathered: bytes that all members of the round receive; at most 64 KiB.
-        tip: the state that the input was computed from: a round of any other tip raises `Behind`. None: any tip.
-        machine: names everything that the bits of a local step depend on.
+        tip: the tip of the state that the input was computed from; a round of another tip raises `Behind`. None: any
+            tip.
+        machine: a text that is equal on machines where a local step gives the same bits.
         state: the digest of the local state, or b"".
-        options: the options with which this peer would make the step that follows, or b"".
+        options: the options with which this peer would make the optimizer step that follows, encoded, or b"".
     """
 
     weight: float
@@ -106,13 +108,13 @@ class Outcome:
     """A committed round.
 
     Attributes:
-        begin: its BEGIN.
+        begin: the BEGIN of the round.
         commit: its COMMIT.
-        gathered: what the members brought, by key.
+        gathered: the data that each member gave for all, by key.
         missed: whether this peer was not in the round, and fetched the result afterwards.
-        join_to_begin_seconds: from the last JOIN to BEGIN; None if this peer did not coordinate.
-        matchmaking_seconds: from the call of `average` to BEGIN.
-        allreduce_seconds: from BEGIN to COMMIT.
+        join_to_begin_seconds: the time from the last JOIN to BEGIN; None if this peer did not coordinate.
+        matchmaking_seconds: the time from the call of `average` to BEGIN.
+        allreduce_seconds: the time from BEGIN to COMMIT.
         bytes_sent, bytes_received: payload bytes of this peer in the round.
     """
 
@@ -128,7 +130,7 @@ class Outcome:
 
 
 def encode_gathered(value: Any) -> bytes:
-    """`value` as bytes. Raises ValueError if it is not plain data, or takes more than 64 KiB."""
+    """Encode `value` as msgpack. Raises ValueError if it is not plain data, or takes more than 64 KiB."""
     try:
         data = msgspec.msgpack.encode(value)
     except (TypeError, OverflowError, RecursionError) as error:
@@ -138,8 +140,8 @@ def encode_gathered(value: Any) -> bytes:
 
 
 def decode_gathered(data: bytes) -> Any:
-    """What `data`, which comes from another peer, says; None for b"". Raises ValueError if it is not plain data, or
-    takes more than 64 KiB."""
+    """Decode `data` from another peer; None for b"". Raises ValueError if it is not plain data, or takes more than
+    64 KiB."""
     _check_size(data)
     try:
         return msgspec.msgpack.decode(data) if data else None
@@ -153,8 +155,8 @@ def _check_size(data: bytes) -> None:
 
 
 def told(outcome: Outcome) -> dict[PeerID, Any]:
-    """What the members of a round gathered. A round does not fail by what one of them says: None of what can't be
-    read."""
+    """The data that the members of a round gave for all, by peer id. If a member's data can't be read, its value is
+    None, and the round does not fail."""
     values: dict[PeerID, Any] = {}
     for member in outcome.begin.members:
         try:

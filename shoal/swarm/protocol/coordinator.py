@@ -1,8 +1,8 @@
-"""The coordinator's decisions for one tip: when a round is due, who is in it, whom to put out, what to commit.
+"""The coordinator's decisions for one tip: when a round begins, who is in it, whom to put out, and what to commit.
 
 [Note: why two coordinators cannot commit two results]
 No peer knows which others can reach each other, so two peers may both believe that they coordinate. The rules of
-single-decree Paxos keep them from committing two results of one tip to members that can hear each other:
+single-decree Paxos prevent them from committing two results of one tip to members that can reach each other:
 
 1. A member follows one ballot at a time, and moves only to a higher one. It answers DONE and HAVE only under the
    ballot that it follows. While it is in a round whose coordinator it still reaches, it refuses every other BEGIN.
@@ -11,8 +11,9 @@ single-decree Paxos keep them from committing two results of one tip to members 
    members were complete (DONE), the chunks of those with the highest such ballot are the decision.
 
 A coordinator that was replaced without knowing it receives no DONE from the members that follow the successor. It can
-commit only what all of them had said DONE to before, and by rule 3 the successor decides the same. Two decisions are
-possible only in a partition, where no member of the one is asked for the other: then they have two lineages (`Tip`).
+commit only a result to which all of them had said DONE before, and by rule 3 the successor decides the same. Two
+decisions are possible only in a partition, where the two sides have no member in common: then they have two lineages
+(`Tip`).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 from shoal.swarm.protocol.witnesses import Witnesses
 
-NOTICE_SECONDS = 2.0  # after which all members have noticed that one is lost, or silent
-MAX_REFUSED_REPAIRS = 3  # by one member, or that have not helped it; then it is put out
-REST_FACTOR = 10.0  # times as long as a wait for all that was in vain, none follows
-REMINDER_SECONDS = 0.5  # in which a member may say why it does not join
+NOTICE_SECONDS = 2.0  # within this time, all members notice that one is lost or silent
+MAX_REFUSED_REPAIRS = 3  # a member that refuses more repairs, or that more repairs do not help, is put out
+REST_FACTOR = 10.0  # after waiting for all members in vain, do not do so again for this many times as long
+REMINDER_SECONDS = 0.5  # a member may take this long to say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members together: with their keys, one buffer
 
 
@@ -58,12 +59,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """Two members that both reach the coordinator cannot reach each other: they are parted.
+    """A pending decision to part two members, which both reach the coordinator and cannot reach each other.
 
     Attributes:
-        at: when. By then all members notice if one of the two is lost.
+        at: when to decide. By then all members notice if one of the two is lost.
         complainer, other: the keys of the two.
-        reason: what the first says of the other.
+        reason: the complaint of the first about the other.
     """
 
     at: float
@@ -81,11 +82,11 @@ class Coordinator:
     """Coordinates the round of one tip. Events in, actions out; time is an argument, in seconds of any clock.
 
     Args:
-        me: the key of the peer that runs this.
+        me: the key of this peer.
         tip: the state that the round starts from.
         rules: see `Rules`.
-        signer: signs what this peer says.
-        history: what members brought to earlier commits.
+        signer: signs this peer's messages.
+        history: the samples that members brought to earlier commits.
         veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
             members that have reported since, and not for a newcomer that is still downloading the state.
         settled_at: before this time some members may not have been found yet, so BEGIN waits even if all known members
@@ -93,8 +94,11 @@ class Coordinator:
         all_until: before this time BEGIN waits for all connected members. A peer that has downloaded the state of the
             tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
         last: how many members contributed to the round that led to this tip; 0 if that is not known.
-        haste: what part of the time for BEGIN it takes, see `Deadlines.haste`.
-        patience: with whom this peer has none any more: where samples are counted, rounds begin without those.
+        haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
+        patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
+            have held up too many rounds.
+
+    Samples are counted if `rules.target_samples` is given. Otherwise the first JOIN calls the round.
     """
 
     me: bytes
@@ -112,31 +116,34 @@ class Coordinator:
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
     gathered: dict[bytes, bytes] = field(default_factory=dict)
-    kept_out: dict[bytes, None] = field(default_factory=dict, init=False)  # who has joined, and has held up too many
-    late: dict[bytes, None] = field(default_factory=dict, init=False)  # who joined after BEGIN, and waits
+    kept_out: dict[bytes, None] = field(default_factory=dict, init=False)  # joined, but have held up too many rounds
+    late: dict[bytes, None] = field(default_factory=dict, init=False)  # joined after BEGIN, and wait for the next round
     counts: dict[bytes, msg.Progress] = field(default_factory=dict, init=False)
     begin: msg.Begin | None = None
     ballot: Ballot = NO_BALLOT
-    out: dict[bytes, str] = field(default_factory=dict)  # members put out of the round, and why
+    out: dict[bytes, str] = field(default_factory=dict)  # members that were put out of the round, each with the reason
     done: dict[bytes, bytes] = field(default_factory=dict, init=False)
     have: dict[bytes, msg.Have] = field(default_factory=dict, init=False)
     disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
     settled: bytes = b""  # the digest of the result, once every member has every chunk in some version
-    deadline: float = math.inf  # of the phase
+    deadline: float = math.inf  # when the phase ends if nothing happens before
     called_at: float = math.inf  # when the members were called
-    wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # how long who joined wants to wait
+    wait_until: dict[bytes, float] = field(default_factory=dict, init=False)  # until when each joined member will wait
     took_over: bool = False
-    was_done: bool = False  # this peer, when it took over: then something may be decided
-    doubts: tuple[msg.Doubt, ...] = ()  # of the coordinators before this one
-    postponed: dict[bytes, bool] = field(default_factory=dict)  # for whom a round waited; if at its own word alone
+    was_done: bool = False  # whether this peer was done when it took over: then a result may be decided already
+    doubts: tuple[msg.Doubt, ...] = ()  # doubts of the coordinators before this one
+    # Members for which a round has waited because they were elsewhere. True: only the member itself vouches for that.
+    postponed: dict[bytes, bool] = field(default_factory=dict)
     reminded: bool = False  # whether members that have not joined were called once more
     pace: Pace = field(init=False)
-    parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # pairs; who of them was blamed
-    waits: Counter[bytes] = field(default_factory=Counter, init=False)  # how often each waited for what others hold
-    waiting: dict[bytes, None] = field(default_factory=dict, init=False)  # who lacks only what others hold for it
-    refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # how many, by member
+    parted: dict[frozenset[bytes], bytes] = field(default_factory=dict, init=False)  # each pair with the blamed member
+    # How often each member has said that it lacks only chunks of parted reducers, and the members that have just done
+    # so.
+    waits: Counter[bytes] = field(default_factory=Counter, init=False)
+    waiting: dict[bytes, None] = field(default_factory=dict, init=False)
+    refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # by member
     witnesses: Witnesses = field(init=False)
-    got_on_at: float = math.inf  # when the round was last seen to get on, or was asked to go on in another way
+    got_on_at: float = math.inf  # when the round last made progress, or members were last sent new instructions
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
     _judgements: deque[_Judgement] = field(default_factory=deque, init=False)  # the next one first
@@ -166,13 +173,13 @@ class Coordinator:
                 self._forget_join(key)
                 self.counts.pop(key, None)
                 self.pace.lost(key)
-        if self.rules.target_is_each and self._is_due(now):  # who is gone was to bring its part
+        if self.rules.target_is_each and self._is_due(now):  # the loss of a member lowers the target
             return self._call(now)
         return self.tick(now)
 
     def progress(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
-        """A member reports its samples. Returns the answer, and what else to send. Only reported samples call the
-        round, never estimates."""
+        """A member reports its samples. Returns the answer, and further actions. Only reported samples call the round,
+        never estimates."""
         before = self.counts.get(key)
         if report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
@@ -182,10 +189,10 @@ class Coordinator:
         samples = self._samples(now)
         actions = self._call(now) if self._is_due(now) else []
         if self.phase is Phase.COUNTING:
-            actions = self.tick(now)  # of a JOIN that is alone it may be time
+            actions = self.tick(now)  # a single JOIN may call the round now
         rate = sum(count.rate for count in self.counts.values())
         called, wait = self.phase is not Phase.COUNTING, 0.0
-        if report.counted and (report.asks or self.counts[key] != before):  # else it repeats an earlier report
+        if report.counted and (report.asks or self.counts[key] != before):  # otherwise it repeats an earlier report
             has, adds = min(report.samples, most), min(report.step, most)
             wait = self.pace.reported(key, has, adds, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
@@ -193,16 +200,18 @@ class Coordinator:
 
     @property
     def target(self) -> float | None:
-        """What the members have together when the round is called; None if the first JOIN calls it. Where it is so much
-        for each, those count that the round would wait for; in the first epoch, and where nobody is known to have been
-        in the last round, all that contribute. But those that have brought nothing yet are at most as many as the
-        others: they may be waiting for their data, or be made up."""
+        """The number of samples at which the round is called; None if the first JOIN calls it.
+
+        If the target is given for each member, it is multiplied by the number of members that the round would wait for.
+        If no members of the last round are known (in the first epoch, for example), these are all that contribute. Of
+        them, members without any samples yet count only up to the number of members with samples: they may be waiting
+        for their data, or may not exist."""
         if not self.rules.target_is_each:
             return self.rules.target_samples
         return self.rules.target(self.tip.epoch, self._counted_on())
 
     def _counted_on(self) -> int:
-        brought = self.history.brought  # who had nothing to bring has it only when it says so
+        brought = self.history.brought  # a member that brought nothing last time counts only when it reports samples
         begun = {key for key, count in self.counts.items() if count.samples > 0}
         known = [
             key
@@ -212,22 +221,22 @@ class Coordinator:
         return min(len(known), 2 * len(begun.intersection(known))) if begun else len(known)
 
     def _is_due(self, now: float) -> bool:
-        """Whether the members have what they are to have when the round is called."""
+        """Whether the members have enough samples to call the round."""
         target = self.target
         return self.phase is Phase.COUNTING and target is not None and self._samples(now) >= target
 
     def _most(self, now: float) -> Callable[[bytes], float]:
-        """For how much each member counts at most."""
+        """A function from a member's key to the most samples that count of this member."""
         target = self.target
         if target is None:
             return lambda key: math.inf
-        if self.rules.target_is_each:  # a share of the last round was one among those who were there then
+        if self.rules.target_is_each:  # a share in the last round was a share among the members of that round
             target = self.rules.target(self.tip.epoch, max(self._counted_on(), len(self.history.last)))
         of_all = target or 0.0
         return lambda key: self.history.most(key, of_all, now)
 
     def _samples(self, now: float, but: bytes = b"") -> float:
-        """The samples of all members (`but` that one), as far as they count: reported, or brought by a JOIN."""
+        """The samples of all members except `but`, as far as they count: those in reports and in JOINs."""
         is_each = self.rules.target_is_each
         has = {key: 0.0 if is_each else join.weight for key, join in self.joins.items()}
         for key, count in self.counts.items():
@@ -237,9 +246,11 @@ class Coordinator:
         return sum(min(samples, most(key)) for key, samples in has.items())
 
     def _is_called_by_joins(self, now: float) -> bool:
-        """Whether the JOINs that are there call the round. Where samples are counted, who has joined was called by an
-        earlier coordinator, or lies: the round is called if they have the target, if most have joined, or if the first
-        has waited for as long as it wants to. If it is alone, the others must also have half of the target."""
+        """Whether the present JOINs call the round. Without counted samples they always do.
+
+        With counted samples, a member that joins before CALL was called by an earlier coordinator, or lies. So the
+        round is called if the members have the target, if most members have joined, or if the first one has waited for
+        as long as it wants to. If only one has joined, the others must also have half of the target."""
         target, contributing = self.target, self._contributing()
         most_have = 2 * sum(key in self.joins for key in contributing) > len(contributing)
         return target is None or most_have or self._samples(now) >= target or now >= self._calls_at()
@@ -248,14 +259,14 @@ class Coordinator:
         return [member.key for member in self.expected.values() if member.contributes]
 
     def _calls_at(self) -> float:
-        """When the JOINs that are there call the round, if nothing else does."""
+        """When the present JOINs call the round, if nothing else does."""
         target, until, joined = self.target, self._first_waits_until(), next(iter(self.joins), b"")
         is_alone = target is not None and len(self.joins) == 1 and len(self._contributing()) > 2
         return math.inf if is_alone and 2 * self._samples(until, but=joined) < (target or 0.0) else until
 
     def _first_waits_until(self) -> float:
-        """How long who joined first wants to wait. Where samples are not counted that is how long all wait; but if half
-        of them want to wait less, no longer than this peer would."""
+        """Until when the member that joined first wants to wait. If samples are not counted, all members wait until
+        then; but if at least half of them want to wait less, they wait no longer than this peer would."""
         until = next(iter(self.wait_until.values()), math.inf)
         if self.rules.target_samples is not None or not self.wait_until:
             return until
@@ -263,8 +274,8 @@ class Coordinator:
         return min(until, max(usual, self.called_at + self.haste * self.rules.matchmaking_time))
 
     def join(self, key: bytes, join: msg.Join, gathered: bytes, now: float) -> list[Send | Ask]:
-        """A member's input is ready. It may join again (after a lost answer); the last JOIN counts. Raises RuleBroken
-        if the members gather more than fits BEGIN."""
+        """A member's input is ready. It may join again, for example after a lost answer; the last JOIN counts. Raises
+        RuleBroken if the gathered data of all members do not fit in BEGIN."""
         if not self.is_before_begin:
             self.late[key] = None
             return self._regroup()
@@ -295,7 +306,7 @@ class Coordinator:
             of_members.pop(key, None)
 
     def _follow_the_first(self) -> None:
-        """Where samples are not counted, the first member that joined says how long all wait."""
+        """If samples are not counted, let the member that joined first decide how long all wait."""
         if self.rules.target_samples is None and not self.wait_until:
             self.phase, self.deadline, self.reminded = Phase.COUNTING, math.inf, False
         elif self.rules.target_samples is None and not self.reminded:
@@ -309,7 +320,7 @@ class Coordinator:
         return [Send(tuple(self.expected), msg.Call(self.tip))]
 
     def tick(self, now: float) -> list[Send | Ask]:
-        """Do what is due at `now`; to be called at `wake_at` and after every event."""
+        """Do what is due at `now`. Called at `wake_at` and after every event."""
         if self._judgements and self._judgements[0].at <= now:
             return self._judge(self._judgements.popleft(), now)
         if self.phase is Phase.COUNTING and self.joins and self._is_called_by_joins(now):
@@ -317,17 +328,18 @@ class Coordinator:
         if self.phase is Phase.GATHERING and now >= self._begins_at():
             missing = self._missing()
             if missing and not self._is_full() and not self.reminded:
-                # They may be in a round of another coordinator, or past one: without them there could be two results.
+                # They may be in another coordinator's round of this tip, or past it. A round without them could then
+                # give the tip a second result.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
                 return [Send(tuple(missing), msg.Call(self.tip))]
             return self._begin(now)
         if self._is_running and now >= self.deadline:
-            return self.abort(f"the round has not got on for {self._round.timeout:g} s")
+            return self.abort(f"the round has made no progress for {self._round.timeout:g} s")
         return []
 
     def wait(self, now: float) -> None:
-        """A member's user lets the others wait, so the time of the round starts again. Not where samples are counted:
-        users do not control rounds there."""
+        """The user of a member makes the others wait, so the round's time-out starts again. If samples are counted,
+        nothing happens: users do not control such rounds."""
         if self.rules.target_samples is None:
             self._gets_on(now)
 
@@ -336,19 +348,19 @@ class Coordinator:
             self.deadline, self.got_on_at = now + self._round.timeout, now
 
     def hurry(self, seconds: Callable[[bytes], float], now: float) -> list[Send | Ask]:
-        """Put out members that are not done when this peer is, say nothing of what they lack, and see nothing come for
-        so many `seconds` each; to be called every second."""
+        """Put out members that stay behind: this peer is done and they are not, they have not said what they lack, and
+        the round has made no progress for `seconds(key)`. Called every second."""
         if self.phase is not Phase.RUNNING or self.me not in self.done:
             return []
         standing = now - self.got_on_at
         late = [key for key in self.live() if key not in {**self.done, **self.waiting} and standing > seconds(key)]
         for key in late:
-            self.out[key] = f"it is not done {standing:.0f} s after the round has last got on"
+            self.out[key] = f"it is not done {standing:.0f} s after the last progress of the round"
         told = [Send((key,), msg.Abort(self._round.round, self.out[key], alone=True)) for key in late]
         return [*told, *(self._regroup() or self.start_survey(now))] if late else []
 
     def wake_at(self) -> float | None:
-        """When `tick` is due if nothing else happens; None if never."""
+        """When to call `tick` if nothing else happens; None if never."""
         judges_at = self._judgements[0].at if self._judgements else math.inf
         match self.phase:
             case Phase.COUNTING:
@@ -375,20 +387,21 @@ class Coordinator:
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
 
     def _missing(self) -> list[bytes]:
-        """The members that BEGIN waits for and that have not joined."""
+        """The members that have not joined and that BEGIN waits for."""
         late = [key for key in self.expected if key not in self.joins]
         return [key for key in late if self._waits_for(key) or (key in self.counts and self._are_few())]
 
     def _are_few(self) -> bool:
-        """Whether less than half of those that have reported samples have joined: then BEGIN waits for all of them, for
-        as long as it may. A peer that coordinates all rounds, and had no patience with the others once, could go on
-        without them for ever. If they do not come, the next such wait is later: they may be made up."""
+        """Whether less than half of the members that have reported samples have joined. Then BEGIN waits for all of
+        them, as long as it may. Without this rule, a peer that coordinates all rounds, and has lost its patience with
+        the others once, could exclude them for ever. If they do not join, such a wait is not repeated soon: these
+        members may not exist."""
         may_wait = self.rules.target_samples is not None and self.called_at >= self.history.hurries_until
         return may_wait and 2 * len(self.joins.keys() & self.counts) < len(self.counts)
 
     def _rest_from_waiting(self, now: float) -> None:
-        """BEGIN has waited for all, in vain. It does so again only after a time that keeps such waits, of all peers
-        that take turns to coordinate, below a tenth of the time."""
+        """BEGIN has waited for all members in vain. It does so again only after a pause. The pause is so long that all
+        peers that take turns to coordinate spend less than a tenth of the time in such waits."""
         turns = sum(m.role is not Role.CLIENT and not m.is_relayed for m in self.expected.values())
         self.history.hurries_until = now + REST_FACTOR * max(1, turns) * (now - self.called_at)
 
@@ -401,7 +414,7 @@ class Coordinator:
         return self.rules.target_samples is None or has_reported or key in self.veterans
 
     def _are_enough(self) -> bool:
-        """Whether the members that joined can make a round: they are enough, and one of them can reduce."""
+        """Whether the members that joined can make a round: there are enough of them, and one of them can reduce."""
         return self._can_go(self._chosen())
 
     def _can_go(self, keys: list[bytes]) -> bool:
@@ -410,8 +423,9 @@ class Coordinator:
         return count >= self.rules.least(self.last) and can_divide(chosen)
 
     def _chosen(self) -> list[bytes]:
-        """The first members that joined, as many as a group may have, with one that can reduce if there is any, who is
-        not relayed if there is such a one; without those that are kept out, if the others can make a round."""
+        """The members of the round: the first that joined, as many as a group may have. One that can reduce is among
+        them if any has joined, if possible one that is not relayed. Members that are kept out are left out if the
+        others can make a round."""
         if self.kept_out and self._can_go(others := [key for key in self.joins if key not in self.kept_out]):
             return others
         able = [key for key, join in self.joins.items() if join.sender.addresses]
@@ -428,7 +442,7 @@ class Coordinator:
             self._rest_from_waiting(now)
         if self.rules.target_samples is not None and self.reminded:
             for key in self._missing():
-                if key not in self.postponed:  # it has said why
+                if key not in self.postponed:  # a postponed one has said why
                     self.history.punctuality.held_up(key, now)
         self.history.missed(key for key in self.expected if key in self.counts and key not in self.joins)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
@@ -438,7 +452,8 @@ class Coordinator:
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
         attempts = sorted(join.attempt for join in joins)
-        # Half of the members follow one below this, so one that lies, or was led to a very high one, changes nothing.
+        # Half of the members follow an attempt up to this one. So a member that lies, or that a liar has led to a very
+        # high attempt, does not matter.
         usual = attempts[(len(attempts) - 1) // 2]
         known = (attempt for attempt in attempts if attempt <= usual + MAX_LEAP)
         self.ballot = Ballot(1 + max(self.ballot.number, *known), self.me)
@@ -467,14 +482,14 @@ class Coordinator:
         return [Send(tuple(member.key for member in members), self.begin, [self.gathered_of_all()])]
 
     def gathered_of_all(self) -> bytes:
-        """What the members of the round want to tell each other, as one buffer."""
+        """The gathered data of the members of the round, as one buffer."""
         return msgspec.msgpack.encode({m.key: self.gathered.get(m.key, b"") for m in self._round.members})
 
     # -- after BEGIN
 
     @property
     def _round(self) -> msg.Begin:
-        """The round that was begun, by this peer or by the one whose round it took over."""
+        """The round that this peer has begun or taken over."""
         assert self.begin is not None
         return self.begin
 
@@ -483,26 +498,37 @@ class Coordinator:
         return self.phase in (Phase.RUNNING, Phase.SURVEYING)
 
     def is_of(self, round_id: bytes) -> bool:
-        """Whether this coordinates the round of that name."""
+        """Whether this peer coordinates the round of that name."""
         return self.begin is not None and self.begin.round == round_id
 
     def saw(self, key: bytes, signs: int, now: float) -> None:
-        """A member has seen the round make progress so often: the time of the round starts again if that is news."""
+        """A member has seen the round make progress `signs` times. If this is news, the time-out starts again."""
         if self.begin is not None and self.witnesses.say(key, signs, now):
             self._gets_on(now)
 
     def broken(self, key: bytes, broken: msg.Broken, reachable: bool, now: float) -> list[Send | Ask]:
-        """A member cannot go on with another. The other is put out if it is not `reachable` from here either, if it
-        speaks of itself, or if this peer itself has seen it (unless it has complained of a third just now, for which it
-        may wait); else the word of one stands against that of another, and the two are parted. Raises RuleBroken for a
-        complaint of a peer that is not in the round."""
+        """A member cannot continue with another one.
+
+        The other one is put out if this peer does not reach it either, if the complaint is its own, or if this peer
+        complains. (This peer's complaint does not count if the other one has just complained of a third, for which it
+        may be waiting.) Otherwise it is one member's word against the other's, and the two are parted.
+
+        Args:
+            key: the member that complains.
+            broken: the complaint.
+            reachable: whether this peer reaches the other member.
+            now: the time.
+
+        Raises:
+            RuleBroken: if `key` is not in the round.
+        """
         require(key in self.live(), "only a member of the round can complain of another")
         if broken.peer == key == self.me and self.took_over:
-            self.give_way()  # all have heard that this peer has left: the next one takes the round over
+            self.give_way()  # all members have heard that this peer has left: the next one takes the round over
             return []
         waits_itself = not broken.fault and any(one.complainer == broken.peer for one in self._judgements)
         if key == self.me and reachable and waits_itself:
-            return self.tick(now)  # it lacks what it has complained of: that is judged first
+            return self.tick(now)  # first judge that member's own complaint: it may lack what it complains of
         if broken.peer == key or key == self.me or not reachable:
             return self.put_out(broken.peer, broken.reason, now)
         pair = frozenset((key, broken.peer))
@@ -514,7 +540,7 @@ class Coordinator:
         return self.tick(now)
 
     def _judge(self, judgement: _Judgement, now: float) -> list[Send | Ask]:
-        """Part two members, and put out one of them if they cannot go on so."""
+        """Part two members, and put out one of them if the round cannot continue with both."""
         live, pair = self.live(), judgement.pair
         if self.over or not pair <= set(live) or pair in self.parted:
             return []
@@ -523,25 +549,25 @@ class Coordinator:
         return self.start_survey(now) if worst is None else self.put_out(worst, judgement.reason, now)
 
     def _cut_off(self) -> bytes | None:
-        """A member that cannot stay: parted from more than a third of those that are left, or from one whose results
-        nobody could bring it."""
+        """A member that cannot stay, if there is one: it is parted from more than a third of the remaining members, or
+        from a member whose results no third member could pass on."""
         live = self.live()
         pairs = {pair: blamed for pair, blamed in self.parted.items() if pair <= set(live)}
         count = Counter(key for pair in pairs for key in pair)
         for pair, blamed in pairs.items():
-            # Of two that are parted from equally many, it is the one that is to blame.
+            # The one of the two that is parted from more members; of equals, the blamed one.
             worst = max((blamed, *(pair - {blamed})), key=lambda key: count[key])
             if 3 * count[worst] > len(live) or not any(self._passes_on(m, pair) for m in self._round.members):
                 return worst
         return None
 
     def _passes_on(self, member: Member, pair: frozenset[bytes]) -> bool:
-        """Whether both of a pair that is parted can have from that member what it has received."""
+        """Whether that member can pass on what it has received to both members of a parted pair."""
         is_there = member.contributes and member.key not in self.out and member.key not in pair
         return is_there and not any(frozenset((member.key, key)) in self.parted for key in pair)
 
     def unanswered(self, key: bytes, request: msg.Survey | msg.Repair, reason: str, now: float) -> list[Send | Ask]:
-        """A member has not answered a survey in time, or does not follow a repair."""
+        """A member has not answered a survey, or does not follow a repair."""
         if self.ballot != request.ballot:
             return []
         if isinstance(request, msg.Survey):
@@ -551,19 +577,24 @@ class Coordinator:
         self.refused_repairs[key] += 1
         if self.refused_repairs[key] > MAX_REFUSED_REPAIRS:
             return self.put_out(key, f"it does not follow repairs: {reason}", now)
-        return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey tells
+        return self.start_survey(now)  # it may follow a higher ballot, or have a commit: a survey shows that
 
     def elsewhere(self, key: bytes, now: float, *, coordinator: bytes | None = None) -> list[Send | Ask]:
-        """A member that was called is in a round of another coordinator (of which it shows the BEGIN), or past this
-        tip. To go on without it might give this tip two results, so this round waits or, if it has begun, ends: once
-        for each member."""
+        """A member that was called is in another coordinator's round, or past this tip. A round without it might give
+        this tip a second result. So this round waits or, if it has begun, ends. Each member can cause this once.
+
+        Args:
+            key: the member.
+            now: the time.
+            coordinator: the coordinator of the other round, whose BEGIN the member has shown; None without a BEGIN.
+        """
         if key in self.postponed:
             return self.put_out(key, "it is elsewhere, again", now) if self._is_running else []
         if key not in (self.live() if self._is_running else self.expected):
             return []
         self.postponed[key] = coordinator in (None, key)
         if self.phase is Phase.GATHERING:
-            # Then it is called again. BEGIN never comes earlier: others may need all of the time that there was.
+            # Then it is called again. The deadline never moves to an earlier time: others may need all of it.
             self.deadline, self.reminded = max(self.deadline, now + REMINDER_SECONDS), False
         return self.abort("a member is elsewhere: in another round, or past this one") if self._is_running else []
 
@@ -582,8 +613,8 @@ class Coordinator:
         return told + (self._regroup() or self.start_survey(now))
 
     def _regroup(self) -> list[Send | Ask]:
-        """End the round if so many members have left (they cancelled their steps, for example) that the group is too
-        small, while others wait that could replace them."""
+        """End the round if it has become too small and other members wait that can replace those that left. (Members
+        leave when they cancel their steps, for example.)"""
         is_too_small = len(self.live()) < self.rules.min_group and self.rules.target_samples is None
         if not (self._is_running and self.late and is_too_small):
             return []
@@ -608,8 +639,8 @@ class Coordinator:
         return [Ask(tuple(self.live()), self.signer.sign(survey), buffers)]
 
     def outbid(self, key: bytes, ballot: Ballot, reachable: bool, now: float) -> list[Send | Ask]:
-        """A member follows a higher ballot: give way to its holder if that is `reachable`, else bid higher. Each member
-        has a coordinator give way once at a tip."""
+        """A member follows a higher ballot. Give way to the holder of that ballot if it is `reachable`, else start a
+        survey under a higher ballot. Each member can make this peer give way once at a tip."""
         if self.phase is not Phase.SURVEYING or ballot <= self.ballot:
             return []
         if reachable and not self.may_give_way(key, own=ballot.coordinator == key):
@@ -621,15 +652,19 @@ class Coordinator:
         return self.start_survey(now)
 
     def may_give_way(self, key: bytes, *, own: bool = True) -> bool:
-        """Whether this is the first time at this tip that the member would have this peer give way, or postpone; `own`:
-        to nobody else than itself, as far as is known."""
+        """Whether this member may make this peer give way: it has not done so, or made it postpone, at this tip.
+
+        Args:
+            key: the member.
+            own: whether this peer would give way to the member itself, as far as it knows, and not to a third.
+        """
         if key in self.postponed:
             return False
         self.postponed[key] = own
         return True
 
     def give_way(self) -> None:
-        """Another peer coordinates the round, which goes on: decide nothing, and tell nobody."""
+        """Stop coordinating the round, which continues under another peer: decide nothing, and tell nobody."""
         self.phase = Phase.ABORTED
 
     def surveyed(self, key: bytes, ballot: Ballot, have: msg.Have, now: float) -> list[Send | Ask]:
@@ -656,9 +691,12 @@ class Coordinator:
         return [Ask(tuple(live), self.signer.sign(repair))]
 
     def _hear_of_earlier(self) -> bool:
-        """What an earlier coordinator has decided, as the members say: whom it has put out (their reducers do not serve
-        those any more), and which pairs it has parted. Returns whether it is news. What a single one says of another
-        parts the two, unless it has the survey of that coordinator, which may have decided without those."""
+        """Take over the decisions of an earlier coordinator, as the members' answers report them: the members that it
+        has put out, and the pairs that it has parted. Returns whether there is news.
+
+        If a single member says that another one was put out, the two are parted, because reducers do not serve members
+        that were put out. But if it shows the earlier coordinator's survey, the other one is out: a result may have
+        been decided without it."""
         live = self.live()
         claims = [(by, of) for by, have in self.have.items() for of in have.out if of in live]
         times = Counter(of for _, of in claims)
@@ -668,14 +706,14 @@ class Coordinator:
         new = {frozenset((by, of)): by for by, of in claims if of not in out}
         repairs = [have.repair for have in self.have.values() if have.repair is not None]
         for repair in repairs:
-            if repair.ballot.coordinator not in live:  # it is lost: nobody can sign that anew
+            if repair.ballot.coordinator not in live:  # a coordinator that is lost can't sign its repair again
                 new |= {frozenset(pair): pair[0] for pair in repair.parted if set(pair) <= set(live)}
         before = len(self.parted)
         self.parted = {**new, **self.parted}
         return bool(out) or len(self.parted) > before
 
     def _put_out_before(self, key: bytes, have: msg.Have) -> tuple[bytes, ...]:
-        """Whom the survey has put out that a member has followed before, of another coordinator of this round."""
+        """The members that another coordinator of this round had put out, by its survey that this member followed."""
         survey, begin = have.follows, self._round
         if survey is None or survey.round != begin.round or survey.ballot.coordinator == key:
             return ()
@@ -683,14 +721,14 @@ class Coordinator:
         return survey.out if survey.ballot.coordinator in may_lead else ()
 
     def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
-        """A member has all chunks. `view` are the members that the next round expects."""
+        """A member has said DONE. `view` are the members that the next round expects."""
         if self.phase is not Phase.RUNNING or done.ballot != self.ballot or key not in self.live():
             return []
         if done.root and self.settled and done.root != self.settled:
-            # Without this, a member that never follows a repair would make the others repair for ever.
+            # Without this rule, a member that never follows a repair would make the others repair for ever.
             return self.put_out(key, "it is done with another result than the repair makes", now)
         if done.waits:
-            require(any(key in pair for pair in self.parted), "a member that is parted from nobody lacks nothing")
+            require(any(key in pair for pair in self.parted), "it waits for parted members, and is parted from none")
             self.waiting[key] = None
             self.waits[key] += 1
             if self.waits[key] > MAX_REFUSED_REPAIRS:
@@ -701,7 +739,7 @@ class Coordinator:
         if len(self.done) + len(self.waiting.keys() - self.done.keys()) < len(self.live()):
             return []
         if len(self.done) < len(self.live()):
-            return self.start_survey(now)  # others hold by now what they lack
+            return self.start_survey(now)  # by now others hold the chunks that the waiting members lack
         roots = {root for root in self.done.values() if root}
         if len(roots) > 1:
             self.disputed = self.done

@@ -1,4 +1,4 @@
-"""What a member waits for from the coordinator of its tip, and for how long."""
+"""The duties of the coordinator of a tip, and how long a member waits for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHORTEST, LONGEST = 1.0, 60.0
 
 
 class Duty(Enum):
-    """What a coordinator owes its members; the value completes the sentence "it …"."""
+    """What a coordinator must do for its members. The value completes the sentence "it …" about one that fails."""
 
     ANSWER = "does not answer"
     CALL = "does not call a round that is due"
@@ -20,10 +20,10 @@ class Duty(Enum):
 
 
 class Deadlines:
-    """Since when the coordinators of one tip owe what.
+    """Records which duties the coordinators of one tip owe, and since when.
 
     Attributes:
-        failed: how often each peer was deposed since it last did its duty.
+        failed: how often each peer was replaced as coordinator since a round of its was last committed.
     """
 
     def __init__(self) -> None:
@@ -32,34 +32,36 @@ class Deadlines:
         self._asked: set[bytes] = set()
 
     def new_tip(self) -> None:
-        """Nobody owes anything for the tip before."""
+        """Forget all duties, because there is a new tip."""
         self._since.clear()
         self._asked.clear()
 
     def forgive(self, now: float) -> None:
-        """This peer stood still itself: what has come meanwhile was not read yet."""
+        """Let all times start again. This peer itself stood still, so it has not read what has arrived."""
         self._since = dict.fromkeys(self._since, now)
 
     def owes(self, by: bytes) -> bool:
-        """Whether that peer was asked for anything as the coordinator of this tip."""
+        """Whether this peer has asked that one for anything as the coordinator of this tip."""
         return by in self._asked
 
     def owed(self, by: bytes, duty: Duty, now: float) -> None:
-        """That coordinator owes this, now or since an earlier call."""
+        """That coordinator owes this duty from now on, or since an earlier call."""
         self._since.setdefault((by, duty), now)
         self._asked.add(by)
 
     def done(self, by: bytes, duty: Duty) -> None:
-        """It owes this no more."""
+        """That coordinator does not owe this duty any more."""
         self._since.pop((by, duty), None)
 
     def missed(self, by: bytes, seconds: dict[Duty, float], attempt: int, now: float) -> Duty | None:
-        """The duty of that coordinator whose time is over, if there is one.
+        """A duty of that coordinator whose time is over; None if there is none.
 
         Args:
-            seconds: for each duty.
-            attempt: how many coordinators this tip has had before: the times double with each, and halve with each
-                time that this one has failed before.
+            by: the coordinator.
+            seconds: the time for each duty.
+            attempt: how many coordinators of this tip were deposed before. The times double with each of them, and
+                halve with each time that this one has failed before.
+            now: the time.
         """
         for duty, limit in seconds.items():
             most = min(max(LONGEST, limit), max(SHORTEST, limit * 2.0 ** (attempt - self.failed[by])))
@@ -68,7 +70,8 @@ class Deadlines:
         return None
 
     def haste(self, me: bytes, attempt: int) -> float:
-        """What part of its time for BEGIN a coordinator takes. Others wait half as long for one with each time that it
-        has failed, and would depose it at each of its turns if it waited for slow members as long as others do."""
+        """The fraction of the usual time that a coordinator waits before BEGIN. With each time that it has failed,
+        others wait half as long for it. So it must hurry as well: otherwise they would depose it at each of its
+        turns."""
         behind = self.failed[me] - attempt
         return 0.5 ** (behind + 1) if behind > 0 else 1.0

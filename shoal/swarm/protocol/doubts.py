@@ -1,4 +1,4 @@
-"""Holds the coordinators of a tip to their deadlines, and knows which of them most members doubt."""
+"""Holds the coordinators of a tip to their deadlines, and finds those that most members doubt."""
 
 from __future__ import annotations
 
@@ -15,58 +15,60 @@ from shoal.swarm.protocol.rules import Rules
 
 log = logging.getLogger(__name__)
 
-# From a time-out of a member until the coordinator knows. A member looks every second: it sees up to a second late that
-# something came, and up to a second late that nothing has come since. Then the complaint is sent.
+# The time from a member's time-out until the coordinator hears of it. A member looks every second. So it notices up to
+# a second late that something arrived, and up to a second late that nothing has arrived since. Then it sends a
+# complaint.
 COMPLAINT_SECONDS = 3.0
-DECIDE_SLACK_SECONDS = COMPLAINT_SECONDS + 2.0  # and until all have seen what it has decided
-MOST_ENDED = 4  # rounds of one tip that a coordinator may end without a result
+DECIDE_SLACK_SECONDS = COMPLAINT_SECONDS + 2.0  # the same, and until all have seen the coordinator's decision
+MOST_ENDED = 4  # a coordinator is doubted when it has ended so many rounds of one tip without a result
 
 
 class Doubts:
-    """What one peer, and others, hold against the coordinators of its tip.
+    """The doubts of one peer, and of other members, about the coordinators of its tip.
 
     Args:
-        participant: the peer as a member; it has lists of those that it doubts and of those that are deposed.
+        participant: the peer as a member. It has the lists of coordinators that it doubts and that are deposed.
         rules: when a round begins.
-        history: what the members brought to earlier commits.
+        history: the samples that members brought to earlier commits.
     """
 
     def __init__(self, participant: Participant, rules: Rules, history: History) -> None:
         self._participant, self._rules, self._history = participant, rules, history
         self._view, self._me = participant.view, participant.me
         self._deadlines = Deadlines()
-        self._said: dict[tuple[bytes, bytes], msg.Doubt] = {}  # of whom, and by whom
+        self._said: dict[tuple[bytes, bytes], msg.Doubt] = {}  # by (doubted coordinator, sender)
         self._reported = 0.0  # samples of this peer since the tip
 
     def new_tip(self) -> None:
-        """Nobody owes anything, and nobody is doubted, for the tip before."""
+        """Forget all duties and doubts, because there is a new tip."""
         self._deadlines.new_tip()
         self._said, self._reported = {}, 0.0
 
     # -- what coordinators owe
 
     def asked(self, key: bytes, now: float, samples: float | None = None) -> None:
-        """This peer has asked its coordinator something, or has reported so many samples to it."""
+        """This peer has sent a request to its coordinator. If it was a report, `samples` is the reported number."""
         self._deadlines.owed(key, Duty.ANSWER, now)
         self._reported = self._reported if samples is None else samples
 
     def answered(self, key: bytes, *, joined: bool, now: float) -> None:
-        """The coordinator has answered what it was asked: it counts this peer's samples, or this peer has `joined`."""
+        """The coordinator has answered a report, or a JOIN (`joined`)."""
         self._deadlines.done(key, Duty.ANSWER)
         if joined:
             self._deadlines.owed(key, Duty.BEGIN, now)
 
     def was_asked(self, key: bytes) -> bool:
-        """Whether this peer has asked that one anything as the coordinator of this tip."""
+        """Whether this peer has sent a request to that one as the coordinator of this tip."""
         return self._deadlines.owes(key)
 
     def stood_still(self, now: float) -> None:
-        """This peer's process did not run for a while: what others have said meanwhile was not read yet."""
+        """Let all times start again. This peer's process did not run for a while, so it has not read what others have
+        sent."""
         self._deadlines.forgive(now)
 
     def look(self, now: float) -> None:
-        """Doubt the coordinator of this tip if it has missed a deadline, or held up too many rounds; to be called every
-        second."""
+        """Doubt the coordinator of this tip if it has missed a deadline, has held up too many rounds, or has ended too
+        many. Called every second."""
         participant, deadlines = self._participant, self._deadlines
         is_in_round = participant.begin is not None
         coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
@@ -101,24 +103,26 @@ class Doubts:
             self.doubt(coordinator)
 
     def _begun_at(self, coordinator: bytes, now: float) -> float:
-        """Since when that coordinator owes the result of a round; `now` if it does not. Where samples are counted, it
-        owes one for all rounds that it begins at this tip: it may end each before that takes too long."""
+        """Since when that coordinator owes the result of a round; `now` if it owes none. If samples are counted, the
+        time starts with its first round of this tip: otherwise a coordinator could end each round before its time is
+        over, and begin another one, for ever."""
         participant = self._participant
         if self._rules.target_samples is None or participant.input is None or not self._are_enough_here():
-            participant.first_begun.pop(coordinator, None)  # it is not the coordinator that is waited for
+            participant.first_begun.pop(coordinator, None)  # this peer does not wait for the coordinator
         begun = now if participant.begin is None else participant.began
         return participant.first_begun.get(coordinator, begun)
 
     def is_due(self) -> bool:
-        """Whether this peer's samples, by its share of the last commit among those who are still there, say that the
-        members have the target twice."""
+        """Whether the round must be due, by this peer's estimate. The estimate takes its own samples, and its share of
+        the last commit among the members that are still there. The round is due if all members together then have twice
+        the target."""
         target, shares = self._rules.target_samples, self._history.last
         here = sum(share for key, share in shares.items() if self._view.reaches(key))
         mine = shares.get(self._me, 0.0)
         if target is None or not self._reported > 0 < mine:
             return False
-        # Its share is small, too, if another has said that it brought very much; and after an epoch that was called
-        # late, it has brought very much itself.
+        # The share alone can mislead: it is small if another member claimed very many samples. What this peer brought
+        # can mislead, too: it is large after an epoch that was called late. So the larger of the two estimates counts.
         if self._rules.target_is_each:
             return self._reported >= LEAP * target
         usual = max(target * mine, min(target, self._history.brought.get(self._me, 0.0)))
@@ -129,13 +133,13 @@ class Doubts:
         return here >= self._rules.least(self._participant.contributed)
 
     def haste(self) -> float:
-        """See `Deadlines.haste`, of this peer as the coordinator."""
+        """See `Deadlines.haste`, for this peer as the coordinator."""
         return self._deadlines.haste(self._me, len(self._participant.deposed))
 
-    # -- what is said of them
+    # -- doubts of this peer and of others
 
     def doubt(self, coordinator: bytes) -> None:
-        """This peer has lost that coordinator of its tip, or in vain waited for it."""
+        """Doubt that coordinator of this tip: this peer has lost it, or has waited for it in vain."""
         if coordinator not in self._participant.doubted:
             self._participant.doubted[coordinator] = None
             doubt = msg.Doubt(self._participant.tip, coordinator, self._me)
@@ -148,18 +152,18 @@ class Doubts:
 
     @property
     def to_tell(self) -> list[msg.Doubt]:
-        """This peer's doubts, for the next candidate."""
+        """This peer's doubts of coordinators that are not deposed yet, for the next candidate."""
         return [doubt for doubt in self.own if doubt.of not in self._participant.deposed]
 
     @property
     def evidence(self) -> tuple[msg.Doubt, ...]:
-        """The doubts for which coordinators of this tip were deposed; the newest, if they do not fit a message."""
+        """The doubts for which coordinators of this tip were deposed; the newest ones if not all fit in a message."""
         doubts = [doubt for (of, _), doubt in self._said.items() if of in self._participant.deposed]
         return tuple(doubts[-msg.MAX_DOUBTS :])
 
     def hear(self, doubts: Iterable[msg.Doubt]) -> None:
-        """Keep what members have said of this tip, and signed. What somebody has added to that would be passed on, and
-        nobody would follow who passes it on."""
+        """Keep the doubts about this tip that members have signed. Others are dropped: peers do not follow a member
+        that passes on a forged doubt."""
         for doubt in doubts:
             said = doubt.of, doubt.sender
             is_of_a_member = doubt.tip == self._participant.tip and self._view.has_met(doubt.sender)
@@ -167,7 +171,8 @@ class Doubts:
                 self._said[said] = doubt
 
     def heard(self, doubt: msg.Doubt) -> bool:
-        """A member doubts a coordinator. Returns whether that is news. Raises RuleBroken if it has not signed that."""
+        """A member doubts a coordinator. Returns whether that is news. Raises RuleBroken if the member has not signed
+        the doubt."""
         if (doubt.of, doubt.sender) in self._said:
             return False
         is_signed = self._participant.signer.is_signed(doubt, doubt.sender)
@@ -176,24 +181,24 @@ class Doubts:
         return True
 
     def doubted_by_most(self) -> set[bytes]:
-        """The coordinators that most members doubt by now, and that are not deposed yet."""
+        """The coordinators that most members doubt, and that are not deposed yet."""
         deposed = self._participant.deposed
         undecided = [doubt for (of, _), doubt in self._said.items() if of not in deposed]
         return self._participant.deposed_by(undecided) - deposed.keys() if undecided else set()
 
     def depose(self, keys: Collection[bytes]) -> None:
-        """Most members doubt these: they coordinate this tip no more."""
+        """Depose these coordinators of this tip, because most members doubt them."""
         for key in keys:
             self._participant.deposed[key] = None
-            if self._view.reaches(key):  # otherwise it is lost
+            if self._view.reaches(key):  # a lost one has not failed
                 self._has_failed(key)
                 self._participant.rejoin(key)
 
-    # -- for how long
+    # -- failures
 
     def committed(self, coordinator: bytes, *, led: bool) -> None:
-        """The round of this tip was committed by that one: those before it whom this peer has doubted have failed, even
-        if only the one that took over knows that most have doubted them; so has this peer, if it `led`."""
+        """That coordinator has committed the round of this tip. All others that this peer has doubted have failed, even
+        if only the new coordinator knows that most members doubted them. So has this peer if it `led`."""
         over = (coordinator, *self._participant.deposed)
         for key in self._participant.doubted:
             if key not in over and self._view.reaches(key):
@@ -203,10 +208,10 @@ class Doubts:
         self._deadlines.failed.pop(coordinator, None)
 
     def _has_failed(self, key: bytes) -> None:
-        """That coordinator was replaced. One whose process stood still may be so once; if it is so again before it has
-        done its duty, people hear of it, once."""
+        """That coordinator was replaced. This may happen once to a peer whose process stood still. If it happens again
+        before the peer has committed a round, the log warns, once."""
         self._deadlines.failed[key] += 1
         level = logging.WARNING if self._deadlines.failed[key] == 2 else logging.INFO
         who = "this peer" if key == self._me else repr(PeerID(key))
-        advice = "The next one takes its place. If that goes on, look after its machine and its line"
-        log.log(level, "%s does not do what a coordinator has to, as most members see it. %s", who, advice)
+        advice = "The next candidate takes its place. If this happens often, check its machine and its line"
+        log.log(level, "%s is replaced as the coordinator, because most members doubt it. %s", who, advice)

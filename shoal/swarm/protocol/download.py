@@ -1,5 +1,5 @@
-"""The plan of a download from several donors: which chunk to ask whom for, and how long to wait. No I/O, no clock, no
-torch."""
+"""The plan of a download from several donors: which donor to ask for which chunk, and how long to wait. No I/O, no
+clock, no torch."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from collections.abc import Iterable, Sequence
 
 from shoal.p2p.identity import PeerID
 
-LEAST_PACE = 32 << 10  # bytes a second of a download, all donors together
-SLOW_LINE = 2 * LEAST_PACE  # bytes a second of the slowest line on which it has the time to let something whole arrive
+LEAST_PACE = 32 << 10  # bytes per second that a download must make, all donors together
+SLOW_LINE = 2 * LEAST_PACE  # bytes per second of the slowest line over which a download succeeds
 
 
 class DownloadPlan:
-    """Hands out the chunks of one thing to the donors that hold it, until every chunk has arrived with its digest.
+    """Asks the donors of a state or a result for its chunks, until every chunk has arrived with its digest.
 
     A donor owes at most `window` chunks at a time. If it has sent nothing for `patience` seconds, it is *late*: it is
-    asked for nothing more until it answers, and other donors may be asked for its chunks. If it has sent nothing for
-    `give_up` seconds, it is dropped. A chunk is never asked of two donors that are not late. A donor that is dropped,
-    for whatever reason, is not asked again, and its chunks are asked of others.
+    not asked for further chunks until it answers, and other donors may be asked for its chunks. If it has sent nothing
+    for `give_up` seconds, it is dropped: it is not asked again, and others are asked for its chunks. Of the donors that
+    are asked for one chunk, at most one is not late.
 
     [Note: the least pace]
-    A donor that sends, and lets nothing whole arrive or a little now and then, is never silent. So the download has
-    `give_up` seconds at first, and more for what arrives whole and right: 1 s for every LEAST_PACE bytes, but at no
-    time more than `give_up` seconds ahead. To that is added how long what was asked for takes on a SLOW_LINE, since
-    chunks that are sent side by side arrive together. When that time is over, the donor that has brought nothing for
-    longest is dropped. So one donor that drips can hold up N bytes for about `give_up` + N / LEAST_PACE seconds,
-    however many chunks it makes of them, and an honest line of SLOW_LINE bytes a second is waited for, whatever N is.
+    A donor that sends bytes very slowly is never silent, but its chunks hardly ever complete. So the download as a
+    whole has a deadline. It starts `give_up` seconds ahead. Every LEAST_PACE bytes of complete and correct chunks move
+    it by 1 s, but never to more than `give_up` seconds ahead. The time that the requested chunks need on a SLOW_LINE is
+    added, since chunks that are sent at the same time complete together. At the deadline, the donor whose last complete
+    chunk is the oldest is dropped. So one malicious donor can hold up a download of N bytes for about `give_up` + N /
+    LEAST_PACE seconds, however many chunks there are. And a donor whose line carries SLOW_LINE bytes per second is
+    never dropped, whatever N is.
 
     Args:
-        digests: of each chunk, by its number.
-        sizes: how many bytes of it are sent, by its number.
-        donors: in the order in which they are asked first.
-        give_up: see above, in seconds.
+        digests: the digest of each chunk, by its number.
+        sizes: the size of each chunk as it is sent, in bytes, by its number.
+        donors: the donors, in the order in which they are asked first.
+        give_up: see above, in seconds; 20 by default.
 
     Attributes:
-        missing: the chunks that are not here yet.
+        missing: the chunks that have not arrived yet.
         dropped: the donors that failed, each with its reason.
         chunks_from: how many chunks were taken from each donor.
     """
 
     window = 4
-    max_outstanding = 32  # chunks asked of all donors that are not late: this bounds the receiver's memory
+    max_outstanding = 32  # chunks that donors that are not late owe together; this bounds the receiver's memory
     patience = 5.0
 
     def __init__(
@@ -49,13 +50,13 @@ class DownloadPlan:
     ) -> None:
         self._digests, self._sizes, self.give_up = digests, sizes, give_up
         self.missing = set(range(len(digests)))
-        # Missing chunks that are asked of nobody, or only of late donors.
+        # Missing chunks that no donor was asked for, or only late ones.
         self._waiting = deque(range(len(digests)))
         self._asked: dict[PeerID, set[int]] = {donor: set() for donor in donors}
         self._heard: dict[PeerID, float] = {}  # when a donor that owes something last sent, or began to owe
         self._late: set[PeerID] = set()
-        self._brought: dict[PeerID, float] = {}  # when each donor last brought something whole, or was asked first
-        self._allowed: float | None = None  # until when the download may last, without what was asked for
+        self._brought: dict[PeerID, float] = {}  # when a donor last sent a complete chunk, or began to owe one
+        self._allowed: float | None = None  # the deadline, without the time for the requested chunks
         self.dropped: dict[PeerID, str] = {}
         self.chunks_from: Counter[PeerID] = Counter()
 
@@ -79,7 +80,7 @@ class DownloadPlan:
             self._asked.setdefault(donor, set())
 
     def next_requests(self, now: float) -> list[tuple[PeerID, int]]:
-        """The requests to make now, as (donor, chunk). To be called after every other event, and at `next_check()`."""
+        """The requests to make now, as (donor, chunk). Called after every other event, and at `next_check()`."""
         if self._allowed is None:
             self._allowed = now + self.give_up
         self._judge_silence(now)
@@ -105,7 +106,7 @@ class DownloadPlan:
         return min((*checks, self._until())) if checks else None
 
     def _until(self) -> float:
-        """Until when something has to come, see the note."""
+        """The deadline of the download, see the note."""
         asked = sum(self._sizes[chunk] for owed in self._asked.values() for chunk in owed)
         return (self._allowed or 0.0) + asked / SLOW_LINE
 
@@ -114,7 +115,7 @@ class DownloadPlan:
         asked for is ignored.
 
         Returns:
-            Whether the chunk is right and new, and so to be kept.
+            Whether the chunk is correct and new. If so, the caller keeps it.
         """
         owed = self._asked.get(donor, set())
         if chunk not in owed:
@@ -154,7 +155,7 @@ class DownloadPlan:
         if self.owing and now >= self._until():
             slowest = min(self.owing, key=lambda donor: self._brought[donor])
             self.donor_failed(
-                slowest, f"all send less than {LEAST_PACE >> 10} KiB/s, and it has brought nothing longest"
+                slowest, f"all together send less than {LEAST_PACE >> 10} KiB/s, and its last whole chunk is the oldest"
             )
             self._allowed = now + self.give_up
 

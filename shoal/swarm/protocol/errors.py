@@ -1,19 +1,19 @@
-"""How averaging fails."""
+"""The errors of averaging."""
 
 from __future__ import annotations
 
 
 class AveragingError(Exception):
-    """A round gave no result; nothing that was handed in has changed. The text says why."""
+    """A round gave no result. Its inputs have not changed. The message says why."""
 
 
 class Rejected(AveragingError):
-    """The run does not take this peer as it is configured; the text names what differs. Trying again does not help."""
+    """The run does not accept this peer with its options. The message says which differ. A retry does not help."""
 
 
 class ResultLost(AveragingError):
-    """A round was committed, and nobody who can be reached has its result."""
+    """A round was committed, and no member that can be reached has its result."""
 
 
 class Behind(AveragingError):
-    """The swarm is at another state than this peer: download it before joining a round."""
+    """The swarm is at another state than this peer. The peer must download that state before it joins a round."""

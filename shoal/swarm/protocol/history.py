@@ -1,4 +1,4 @@
-"""What each member brought to the last commits: how many samples of it count before the next one."""
+"""The samples of each member in the last commits, which limit how many of its samples count before the next one."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from statistics import median
 from shoal.swarm.protocol.patience import Patience
 
 COMMITS = 3
-MAX_KEPT = 4096  # of each kind of members that are remembered
-LEAP = 2.0  # a member counts for at most so many times what it brought before
+MAX_KEPT = 4096  # members in each of the collections below
+LEAP = 2.0  # a member counts for at most this many times its usual samples
 
 
 class History:
     """The shares of members in the last commits, and how long an epoch takes.
 
-    A member that says that it has a thousand times as many samples as before is wrong, or lies; one that has become
-    twice as fast counts in full. Whatever is said, more counts as the epoch takes longer than usual: else a run would
-    stand when those that brought the most are idle.
+    A member that claims a thousand times as many samples as before is wrong, or lies. One that has become twice as fast
+    counts in full. The limit grows when an epoch takes longer than usual: otherwise a run would stand still when the
+    members with the most samples become idle.
 
     Attributes:
-        brought: what each member has brought to the last commit, as it says.
-        unreliable: members whose last step did not come as they announced it, see `Pace`.
-        absent: how often members that reported samples were not in the round that was called, since they last were in
-            one.
-        hurries_until: before this time BEGIN does not wait for all that have reported: it has done so in vain.
-        punctuality: how long BEGIN waits for members whose JOINs this peer, as the coordinator, has waited for in vain.
+        brought: the samples that each member brought to the last commit, as it says.
+        unreliable: members whose last step did not arrive as announced, see `Pace`.
+        absent: by member: how many rounds in a row have begun without it although it had reported samples.
+        hurries_until: before this time BEGIN does not wait for all that have reported samples, because it has done so
+            in vain.
+        punctuality: how long BEGIN waits for each member. It shrinks for members whose JOINs this peer, as the
+            coordinator, has waited for in vain.
     """
 
     def __init__(self) -> None:
         self._shares: deque[dict[bytes, float]] = deque(maxlen=COMMITS)
-        self._times: deque[float] = deque(maxlen=COMMITS + 1)  # of the commits
+        self._times: deque[float] = deque(maxlen=COMMITS + 1)  # when each of the last rounds was committed
         self.brought: Mapping[bytes, float] = {}
         self.unreliable: dict[bytes, None] = {}
         self.absent: dict[bytes, int] = {}
@@ -41,7 +42,7 @@ class History:
         self.punctuality = Patience()
 
     def committed(self, weights: Mapping[bytes, float], now: float) -> None:
-        """A round was committed to which these members brought so many samples."""
+        """A round was committed. `weights` are the samples that each member brought."""
         for key in weights:
             self.absent.pop(key, None)
         for keys in (self.absent, self.unreliable):
@@ -54,37 +55,37 @@ class History:
             self.brought = dict(weights)
 
     def skipped(self) -> None:
-        """This peer is at a state to which it did not come by the rounds that it knows."""
+        """Forget the commits: this peer has come to its state in another way than by the rounds that it knows."""
         self._shares.clear()
         self._times.clear()
         self.brought = {}
 
     def missed(self, keys: Iterable[bytes]) -> None:
-        """These have reported samples, and a round begins without them."""
+        """A round begins without these members, which have reported samples."""
         for key in keys:
             self.absent[key] = self.absent.get(key, 0) + 1
 
     def is_awaited(self, key: bytes) -> bool:
-        """Whether BEGIN waits for that member when it has reported samples. One that was in none of the last rounds is
-        awaited in the 2nd, 4th, 8th, … of them: one that is only slow would otherwise be late for ever."""
+        """Whether BEGIN waits for that member if it has reported samples. After n rounds without the member, BEGIN
+        waits for it if n is 0, 2, 4, 8, 16, …: without that, a member that is only slow would be late for ever."""
         times = self.absent.get(key, 0)
         return times != 1 and times & (times - 1) == 0
 
     @property
     def last(self) -> Mapping[bytes, float]:
-        """The shares in the last commit; empty if it is not known."""
+        """The members' shares of the last commit; empty if that is not known."""
         return self._shares[-1] if self._shares else {}
 
     def most(self, key: bytes, target: float, now: float) -> float:
-        """For how many samples that member counts at most, on the way to `target` of all; infinity if nothing is known
-        of earlier epochs."""
+        """The most samples that count of that member in an epoch of `target` samples; infinity if earlier epochs are
+        not known."""
         if len(self._times) < 2:
             return math.inf
         share = [shares[key] for shares in self._shares if key in shares]
         usual = max(share, default=0.0)
-        if len(share) < COMMITS:  # it may be as fast as the fastest, and may have come in the middle of an epoch
+        if len(share) < COMMITS:  # it may be as fast as the fastest, and may have joined in the middle of an epoch
             usual = max(usual, *self.last.values())
-        least = 0.5 / len(self.last)  # of one that was idle
+        least = 0.5 / len(self.last)  # for a member that was idle
         seconds = median(after - before for before, after in pairwise(self._times))
         longer = max(1.0, (now - self._times[-1]) / seconds) if seconds > 0 else math.inf
         return LEAP * max(usual, least) * target * longer

@@ -1,29 +1,31 @@
-"""What the peers of a run say to each other. Every field is bounded; a message that exceeds a bound is refused unread.
+"""The messages of a run. Every field has a bound; a message that exceeds one is refused before any handler sees it.
 
 | message | from → to | meaning |
 |---|---|---|
 | Hello ↔ Hello | any ↔ any | here I am, this is my tip, these are the members that I know |
-| Progress → Count | member → coordinator | so many samples since the tip; so many have all |
+| Progress → Count | member → coordinator | I have so many samples since the tip; all members have so many |
 | Call | coordinator → members | the target is reached: join |
 | Doubt | member → next candidate | the coordinator has missed a deadline; signed |
-| TakeOver | next candidate → all | that one is deposed at this tip: the doubts of most members |
-| Join → Joined, Elsewhere or Hello | member → coordinator | my input is ready; you are in, or ask there, or meet |
-| Unjoin | member → coordinator | my JOIN is void |
-| Begin | coordinator → members | the members, and who reduces which chunks |
+| TakeOver | next candidate → all | I coordinate this tip; the doubts of most members depose the one before me |
+| Join → Joined, Elsewhere or Hello | member → coordinator | my input is ready; you are in, or ask that peer, or we
+differ | | Unjoin | member → coordinator | my JOIN is void |
+| Begin | coordinator → members | the round begins with these members; each reduces these chunks |
 | Part, Result | member ↔ reducer | a chunk (in the buffer) of my input; of the average |
 | Waiting | member → members | my user has not allowed this round yet: my silence is no fault |
 | Done | member → coordinator | I have every chunk, and this is their digest |
 | Orphaned | member → successor | our coordinator is lost: take over |
-| Broken | member → coordinator | I can't go on with that peer, because … |
-| Survey → Have, Elsewhere or Hello | coordinator → members | these are out; which chunks do you hold? or: not in it |
-| Repair → Follows | coordinator → members | where the chunks come from that nobody brings any more |
+| Broken | member → coordinator | I can't continue with that peer, because … |
+| Survey → Have, Elsewhere or Hello | coordinator → members | these are out; which chunks do you hold? |
+| Repair → Follows | coordinator → members | the missing chunks come from these members now |
 | Fetch → Result | member → holder | send me that chunk |
 | Digests → Committed | member → holder | I missed that round: what was it? |
 | Commit | coordinator → members, passed on | this digest is the result: apply it |
 | Abort | coordinator → members | this round ends without a result |
 | Leave | member → all | I am leaving the run |
-| Ping → Pong | any → any | is your reactor alive, and does our round get on? |
+| Ping → Pong | any → any | is your reactor alive, and does our round make progress? |
 | Describe → Description | any → any | our tensors differ: which are yours? |
+
+A *term* is an option that must be equal in a run; a *ballot* is one attempt at a round (see `Ballot`).
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from typing import Annotated
 
 import msgspec
 
+from shoal.p2p.release import Release, how_to_match
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "3"  # a term: peers with other messages hear of it, and are no members to each other
+PROTOCOL = "3"  # a term: peers with different messages are no members to each other, and the log says so
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -49,7 +52,7 @@ MAX_OPTIONS_BYTES = 1 << 10
 
 
 class Carries(bytes, Enum):
-    """What a named buffer is: the byte in its name after the round's."""
+    """What a named buffer contains: the byte in its name that follows the name of the round."""
 
     PART = b"P"
     RESULT = b"R"
@@ -57,7 +60,7 @@ class Carries(bytes, Enum):
 
 
 def name_of(round_id: bytes, carries: Carries, chunk: int) -> bytes:
-    """The name under which a chunk of a round passes from one member to another (`Transport.send`)."""
+    """The name of a chunk of a round on its way from one member to another (`Transport.send`)."""
     return round_id + carries.value + chunk.to_bytes(7)
 
 
@@ -75,14 +78,21 @@ StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"
 
 
 class Terms(msgspec.Struct, array_like=True, frozen=True):
-    """What must be equal in a run: options by name, and the hash of the layout of what is averaged."""
+    """What must be equal in a run: options by name, and the hash of the layout that rounds average.
+
+    The releases of Shoal may differ. If the option `protocol` differs, they say which release to install.
+    """
 
     options: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=MAX_OPTIONS)]
     schema: Digest
+    release: Release = ""
 
     def difference(self, theirs: Terms) -> str | None:
-        """What differs, in words for the peer that has these terms; None if nothing does. Which tensor it is, where the
-        layout differs, the peers ask each other (`Describe`)."""
+        """How other terms differ from these, in words for the peer that has these; None if they are equal. If the
+        layouts differ, the peers ask each other which tensor it is (`Describe`)."""
+        mine, other = self.options.get("protocol", "nothing"), theirs.options.get("protocol", "nothing")
+        if mine != other:  # other options may differ for the same reason
+            return f"protocol is {mine} here, and {other} there; {how_to_match(theirs.release)}"
         for name in sorted({*self.options, *theirs.options}):
             mine, other = self.options.get(name, "nothing"), theirs.options.get(name, "nothing")
             if mine != other:
@@ -94,7 +104,7 @@ class Terms(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """`members` is all that the sender knows, itself included."""
+    """The sender introduces itself. `members` are all members that it knows, itself included."""
 
     sender: Member
     terms: Terms
@@ -103,9 +113,17 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Samples accumulated since the tip, and how many the sender makes per second. It begins a step that adds `step`
-    samples and takes `seconds` (0: not known, or none); if it `asks`, it waits for the answer first. One that is not
-    `counted` only wants the answer. One that is `loading` downloads the state of that tip, and asks to be awaited."""
+    """The sender reports its samples since the tip.
+
+    Attributes:
+        tip: the state that the sender is at.
+        samples: how many samples it has accumulated since.
+        rate: how many samples it makes per second.
+        step, seconds: it begins a step that adds `step` samples and takes `seconds` (0: not known, or no step).
+        asks: whether it waits for the answer before it begins that step.
+        counted: if False, the report does not count; the sender only wants the answer.
+        loading: the sender is downloading the state of that tip, and asks the round to wait for it.
+    """
 
     tip: Tip
     samples: Weight
@@ -118,9 +136,18 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """What all members together have accumulated since the tip, as far as the coordinator knows; `under_way` is what
-    the others are about to add. If `wait` is not 0, one that asks should not begin a step: the others are counted on
-    for the rest, for so many seconds. The round is called at `target`."""
+    """The answer to Progress: the samples of all members since the tip, as far as the coordinator knows.
+
+    Attributes:
+        tip: the state that the round starts from.
+        samples, rate: the sums over all members.
+        peers: how many members have reported.
+        called: whether the round was called.
+        under_way: the samples that the others are about to add.
+        wait: if it is not 0, a member that `asks` should wait for so many seconds and not begin its step, because the
+            others are expected to add the missing samples.
+        target: the number of samples at which the round is called; 0 if there is none.
+    """
 
     tip: Tip
     samples: Amount
@@ -133,18 +160,23 @@ class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The members have enough samples: a round is due."""
+    """The members have enough samples: join the round."""
 
     tip: Tip
 
 
 class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """The sender's input is ready. What it wants to tell the others (`gather`) is in the buffer.
+    """The sender's input is ready. Its data for all members (`gather`) is in the buffer.
 
-    `machine` names everything on which the bits of a local step depend; `attempt` is the highest that the sender has
-    followed; `patience` is how many seconds it wants to wait for others; `view` is the fingerprint of the members that
-    it knows, or b"" if it has just told them; `options` are those with which it would make the step that follows;
-    `rates` are those of its links.
+    Attributes:
+        tip: the state that the sender is at.
+        sender, terms: as in Hello.
+        weight: the weight of the sender's input.
+        machine, state, options: see `Contribution`.
+        attempt: the highest attempt that the sender has followed at this tip.
+        patience: how many seconds the sender wants to wait for others.
+        view: the fingerprint of the members that the sender knows; b"" if it has just exchanged them with the receiver.
+        rates: the rates of the sender's links.
     """
 
     tip: Tip
@@ -161,24 +193,35 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """The coordinator has the sender's Join."""
+    """The answer to Join: the sender has it, and coordinates the round."""
 
     tip: Tip
 
 
 class Elsewhere(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """Not here: the coordinator for this tip is another. `begin` is its BEGIN, if the sender is in its round."""
+    """The sender does not follow: another peer coordinates this tip. `begin` is that peer's BEGIN if the sender is in
+    its round."""
 
     coordinator: Member
     begin: Begin | None = None
 
 
 class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
-    """The round. `members` are in the order in which parts are summed; member i reduces the chunks from `starts[i]`
-    up to `starts[i + 1]`, each of `chunk_elements` elements; what they gathered is in the buffer. `with_state`: the
-    members' states are averaged in this round too (`Rules.vector`). `timeout`: the round ends without a result when it
-    has not got on for so many seconds; that of whoever coordinates, for all members. `options`: with which all make the
-    step that follows."""
+    """The round begins. The gathered data of all members are in the buffer.
+
+    Attributes:
+        tip: the state that the round starts from.
+        ballot: the attempt, and the coordinator.
+        members: the members, in the order in which parts are summed.
+        weights, machines, states: of each member, as in its JOIN.
+        chunk_elements: the number of elements of a chunk.
+        starts: member i reduces the chunks from `starts[i]` up to `starts[i + 1]`.
+        with_state: whether the round also averages the members' states (`Rules.vector`).
+        timeout: the round ends without a result after this many seconds without progress. It is the coordinator's
+            time-out, and holds for all members.
+        options: the options with which all members make the optimizer step that follows.
+        seal: the coordinator's signature.
+    """
 
     tip: Tip
     ballot: Ballot
@@ -200,9 +243,9 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
 
 
 class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    """The sender's input of that chunk; no buffer if its weight is zero (it only asks for the result). `plan` names
-    the BEGIN or the Repair by which the sender knows who reduces what; `weight` is that of all its parts, and
-    may be another than in BEGIN."""
+    """The sender's input of a chunk, in the buffer. There is no buffer if its weight is zero: then the part only asks
+    for the result. `plan` is the name of the BEGIN or Repair that the sender follows. `weight` is the weight of all
+    parts of the sender; it may differ from the one in BEGIN."""
 
     round: Round
     chunk: Chunk
@@ -211,7 +254,7 @@ class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
 
 
 class Result(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """The average of that chunk; `plan` as in `Part`."""
+    """The average of a chunk, in the buffer; `plan` as in `Part`."""
 
     round: Round
     chunk: Chunk
@@ -219,8 +262,8 @@ class Result(msgspec.Struct, tag=10, array_like=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=11, array_like=True, frozen=True):
-    """The sender has all chunks; `root` is the hash of their digests (b"" from an auxiliary, which has none). If it
-    `waits`, it lacks those that members reduce from whom it is parted, and `root` is b""."""
+    """The sender has all chunks. `root` is the hash of their digests; b"" from an auxiliary member, which receives
+    none. If the sender `waits`, it lacks only chunks whose reducers it is parted from, and `root` is b""."""
 
     round: Round
     ballot: Ballot
@@ -229,8 +272,8 @@ class Done(msgspec.Struct, tag=11, array_like=True, frozen=True):
 
 
 class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
-    """The sender can't go on with that member: the two are parted, at once if there was a `fault` (it broke a rule). A
-    peer that says so of itself is out."""
+    """The sender can't continue with the member `peer`, so the two are parted: at once in the case of a `fault` (the
+    member broke a rule). A sender that names itself is put out."""
 
     round: Round
     peer: Digest
@@ -239,8 +282,9 @@ class Broken(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 
 class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """The members `out` have left the round; follow this ballot, and tell what you hold. A successor adds the BEGIN
-    (and what was gathered, in the buffer), which may not have reached everybody, and the doubts of its predecessor."""
+    """The members `out` have left the round. The receiver follows this ballot and answers which chunks it holds. A
+    successor adds the BEGIN (with the gathered data in the buffer), which may not have reached all members, and the
+    doubts of its predecessor."""
 
     tip: Tip
     round: Round
@@ -252,10 +296,19 @@ class Survey(msgspec.Struct, tag=13, array_like=True, frozen=True):
 
 
 class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
-    """The digest of each chunk (b"" if missing), the ballot under which the sender last was complete, the members that
-    it was told are out, the repair that it follows, and the commit if it has one. If `ballot` is higher than the
-    survey's, the sender follows another coordinator, whose survey is in `follows`, and answers nothing else. Otherwise
-    `follows` is the last survey of another coordinator that it has followed, if there was one."""
+    """The answer to Survey.
+
+    Attributes:
+        ballot: the ballot that the sender follows. If it is higher than the survey's, the sender follows another
+            coordinator; then all other fields but `follows` are empty.
+        digests: the digest of each chunk; b"" for a missing one.
+        done: the ballot under which the sender last had all chunks.
+        out: the members that coordinators have told the sender are out.
+        repair: the repair that the sender follows.
+        commit: the commit of the round, if the sender has it.
+        follows: with a higher ballot: the survey of the coordinator that the sender follows. Otherwise the last survey
+            of another coordinator that it has followed, if any.
+    """
 
     ballot: Ballot
     digests: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
@@ -267,7 +320,8 @@ class Have(msgspec.Struct, tag=14, array_like=True, frozen=True):
 
 
 class Source(msgspec.Struct, array_like=True, frozen=True):
-    """Where a chunk comes from now: fetched from `owner` if `digest` is given, else reduced again by it."""
+    """The new source of a chunk. If `digest` is given, `owner` holds the chunk, and members fetch it there. Otherwise
+    `owner` reduces the chunk again."""
 
     chunk: Chunk
     owner: Digest
@@ -275,8 +329,8 @@ class Source(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Repair(msgspec.Struct, tag=15, array_like=True, frozen=True, dict=True):
-    """Every chunk that does not come from the reducer that BEGIN named, and the pairs of members that are parted: they
-    go on without each other's parts, and fetch each other's results from others."""
+    """The sources of all chunks that do not come from the reducer in BEGIN, and the parted pairs of members. A parted
+    pair continues without each other's parts, and fetches each other's results from other members."""
 
     round: Round
     ballot: Ballot
@@ -286,20 +340,20 @@ class Repair(msgspec.Struct, tag=15, array_like=True, frozen=True, dict=True):
 
     @cached_property
     def plan(self) -> bytes:
-        """16 bytes that name who brings what from here on."""
+        """16 bytes that name this plan."""
         return name_of_statement(self)
 
 
 class Fetch(msgspec.Struct, tag=16, array_like=True, frozen=True):
-    """Asks for the average of a chunk as the receiver holds it, uncompressed."""
+    """Asks the receiver for the average of a chunk, uncompressed."""
 
     round: Round
     chunk: Chunk
 
 
 class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
-    """The result of the round is the one with digest `root`; `view` are the members from here on; `members` were in
-    it. `coordinator` has decided and signed that; others pass it on."""
+    """The result of the round is the one with digest `root`. `members` were in the round; `view` are the members from
+    now on. `coordinator` has decided and signed this; other peers pass it on."""
 
     tip: Tip
     round: Round
@@ -318,7 +372,7 @@ class Commit(msgspec.Struct, tag=17, array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
-    """The round, or the receiver's part in it `alone`, is over without a result."""
+    """The round is over without a result. With `alone`, it is over only for the receiver."""
 
     round: Round
     reason: ShortText
@@ -326,17 +380,19 @@ class Abort(msgspec.Struct, tag=18, array_like=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=19, array_like=True, frozen=True):
-    """Answered by the reactor itself, so an answer shows that it runs. `round`: in which the sender is, or b""."""
+    """Asks whether the receiver's reactor runs, which answers itself. `round` is the round that the sender is in, or
+    b"".
+    """
 
     round: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
-    """The answer to Ping: how the round that it names gets on.
+    """The answer to Ping: whether the round in it makes progress.
 
     Attributes:
-        knows: whether the sender is in that round, or coordinates it; or none was named.
-        signs: how often the sender has seen the round get on, by bytes of its own.
+        knows: whether the sender is in that round or coordinates it. True if Ping names no round.
+        signs: how often the sender has seen a round make progress, by the bytes on its own connections.
     """
 
     knows: bool = True
@@ -357,7 +413,8 @@ class Committed(msgspec.Struct, tag=22, array_like=True, frozen=True):
 
 
 class Orphaned(msgspec.Struct, tag=23, array_like=True, frozen=True):
-    """The coordinator of this round is lost, and the receiver is the next; what was gathered is in the buffer."""
+    """The coordinator of this round is lost, and the receiver is to take it over. The gathered data are in the
+    buffer."""
 
     begin: Begin
 
@@ -367,24 +424,24 @@ class Leave(msgspec.Struct, tag=24, array_like=True, frozen=True):
 
 
 class Follows(msgspec.Struct, tag=25, array_like=True, frozen=True):
-    """The answer to Repair: the sender goes by it."""
+    """The answer to Repair: the sender follows it."""
 
     ballot: Ballot
 
 
 class Unjoin(msgspec.Struct, tag=27, array_like=True, frozen=True):
-    """The sender has given up waiting for a round: one that has not begun is to begin without it."""
+    """The sender does not wait for the round any more. If the round has not begun, it begins without the sender."""
 
 
 class Waiting(msgspec.Struct, tag=26, array_like=True, frozen=True):
-    """The sender is in that round and well, but its user has not allowed it to send yet."""
+    """The sender is in that round and alive, but its user has not allowed it to send yet."""
 
     round: Round
 
 
 class Describe(msgspec.Struct, tag=28, array_like=True, frozen=True):
-    """Asks for the tensors behind the schema hash in the receiver's terms, since the sender has another; the sender's
-    `Tensors` are in the buffer."""
+    """Asks for the tensors behind the receiver's schema hash, because the sender's hash differs. The sender's `Tensors`
+    are in the buffer."""
 
 
 class Description(msgspec.Struct, tag=29, array_like=True, frozen=True):
@@ -401,7 +458,7 @@ class Doubt(msgspec.Struct, tag=30, array_like=True, frozen=True):
 
 
 class TakeOver(msgspec.Struct, tag=31, array_like=True, frozen=True):
-    """The sender coordinates this tip: most members doubt those that come before it."""
+    """The sender coordinates this tip, because most members doubt the candidates before it."""
 
     tip: Tip
     doubts: Doubts

@@ -1,4 +1,5 @@
-"""Which peer begins another step near the end of an epoch, and which one waits because its samples would come too late.
+"""Decides near the end of an epoch which peer begins another step, and which one waits because its samples would be
+late.
 
 [Note: why waiting costs nothing]
 The round of an epoch is called when enough samples were reported, and begins when each member has completed the step
@@ -20,9 +21,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-KEPT = 0.5  # of the samples of a step that it announced must come: else its next one is not relied on
-LATE = 1.0  # a step is not relied on after its expected time and this fraction of it
-MAX_STEPS_AHEAD = 64  # of one member
+KEPT = 0.5  # a member whose step adds less than this fraction of the announced samples is unreliable
+LATE = 1.0  # a step that is overdue by more than this fraction of its expected time is not relied on
+MAX_STEPS_AHEAD = 64  # steps of one member that are predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class Step:
     """A step that a member makes.
 
     Attributes:
-        begun: when.
-        samples: that it will add.
-        seconds: that it is expected to take.
+        begun: when it began.
+        samples: how many samples it will add.
+        seconds: how long it is expected to take.
     """
 
     begun: float
@@ -40,8 +41,8 @@ class Step:
     seconds: float
 
     def landings(self, now: float, horizon: float) -> Iterator[tuple[float, float, float]]:
-        """For this step and the member's further steps up to `horizon`: when its samples arrive, how many they are, and
-        until when they are relied on. Nothing if the step is long overdue."""
+        """Predict this step and the member's further steps until `horizon`. Yields for each when its samples arrive,
+        how many they are, and until when others may rely on them. Yields nothing if the step is long overdue."""
         due = self.begun + self.seconds
         if now >= due + LATE * self.seconds:
             return
@@ -58,10 +59,11 @@ class Pace:
     """The steps of a run's members in one epoch, as far as they report them. Time is an argument, in seconds.
 
     Args:
-        target: samples of all members at which the epoch ends.
-        patience: a step that takes longer from now on is not relied on: BEGIN would not wait for it either.
-        unreliable: members whose last step did not come as they announced it, in this epoch or before: they are not
-            relied on until one does.
+        target: the number of samples of all members at which the epoch ends.
+        patience: a step that will end more than this many seconds from now is not relied on, because BEGIN would not
+            wait for it either.
+        unreliable: members whose last step, in this epoch or before, did not arrive as announced. They are not relied
+            on until one does.
 
     Attributes:
         target: as given; may change with the members.
@@ -74,8 +76,20 @@ class Pace:
         self._steps: dict[bytes, Step] = {}
 
     def reported(self, key: bytes, samples: float, step: float, seconds: float, asks: bool, now: float) -> float:
-        """A member has `samples`, and begins a step that adds `step` more and takes `seconds` (0 samples: it begins
-        none). If it `asks` first, returns the seconds for which the others can be relied on; 0 means: begin."""
+        """A member has reported.
+
+        Args:
+            key: the member.
+            samples: how many samples it has.
+            step: how many samples the step that it begins will add; 0 if it begins none.
+            seconds: how long that step takes.
+            asks: whether it asks before it begins the step.
+            now: the time.
+
+        Returns:
+            For a member that `asks`: the seconds for which it should wait, because the others can be relied on for the
+            missing samples. 0 means that it should begin.
+        """
         before, added = self._steps.pop(key, None), samples - self._samples.get(key, 0.0)
         in_vain = before is not None and added <= 0
         if in_vain:
@@ -91,17 +105,17 @@ class Pace:
         return wait
 
     def lost(self, key: bytes) -> None:
-        """That member is gone, and its report is void."""
+        """That member is lost, and its report is void."""
         self._samples.pop(key, None)
         self._steps.pop(key, None)
 
     def under_way(self, but: bytes) -> float:
-        """The samples of all steps that have begun and were not reported, without that member's."""
+        """The samples of all steps that have begun and were not reported yet, except those of the member `but`."""
         return sum(step.samples for key, step in self._steps.items() if key != but and key not in self._unreliable)
 
     def _until_target(self, now: float, seconds: float) -> float:
-        """The seconds for which the steps that have begun can be relied on to reach the target without another step of
-        so many seconds; 0 if they will not reach it."""
+        """The seconds for which the steps that have begun can be relied on to reach the target without another step,
+        which would take `seconds`. 0 if they will not reach it."""
         missing = self.target - sum(self._samples.values())
         until = now
         for key, step in self._steps.items():

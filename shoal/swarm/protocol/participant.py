@@ -1,4 +1,4 @@
-"""The member's side of rounds: a state machine from an input that waits to the result of its round."""
+"""The member's side of rounds: a state machine that takes an input to the result of its round."""
 
 from __future__ import annotations
 
@@ -27,67 +27,68 @@ from shoal.swarm.protocol.witnesses import Witnesses
 
 log = logging.getLogger(__name__)
 
-MAX_BEGUN = 64  # BEGINs of one signer and tip that are remembered, to see whether it has signed others
-MAX_SIGNERS = 256  # whose BEGINs are remembered and who are no members
+MAX_BEGUN = 64  # remembered BEGINs of one signer at one tip, to notice if it signs two under one ballot
+MAX_SIGNERS = 256  # signers that are no members and whose BEGINs are remembered
 
 
 class State(Enum):
-    """What a member does at its tip. In every state, a COMMIT whose result is here leads to IDLE at the next tip, and a
-    download to IDLE or WAITING at another."""
+    """The state of a member at its tip. From every state, a COMMIT whose result the member has leads to IDLE at the
+    next tip, and a download to IDLE or WAITING at another tip."""
 
     IDLE = auto()  # It has no input. → WAITING: `offer`.
-    WAITING = auto()  # No JOIN of its input stands. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
+    WAITING = auto()  # It has no valid JOIN. → JOINED: `next_step`. → IN_ROUND: BEGIN. → IDLE: `withdraw`.
     JOINED = auto()  # → IN_ROUND: BEGIN. → WAITING: its coordinator is lost, declines or resigns. → IDLE: `withdraw`.
-    IN_ROUND = auto()  # Chunks pass. → SURVEYED: SURVEY. → COMPLETE: every chunk is here. → WAITING: ABORT.
+    IN_ROUND = auto()  # It exchanges chunks. → SURVEYED: SURVEY. → COMPLETE: it has all chunks. → WAITING: ABORT.
     SURVEYED = auto()  # It has said what it holds. → IN_ROUND: REPAIR says where missing chunks come from.
     COMPLETE = auto()  # It has said DONE. → SURVEYED: a member was lost, or the digests differ.
-    MISSED = auto()  # The round was committed and its result is not here. → WAITING or IDLE: no member can send it.
+    MISSED = auto()  # It lacks the result of a committed round. → WAITING or IDLE: no member can send it.
 
 
 class Participant:
-    """One peer's promises and progress at its tip. The note in `coordinator.py` has the rules that keep two
-    coordinators apart; this class keeps rule 1.
+    """One peer's promises and progress at its tip. The note in `coordinator.py` has the rules that prevent two results
+    of one tip; this class implements rule 1.
 
     Events are method calls; actions are appended to `out`.
 
     Args:
         view: the members that this peer knows.
         tip: the state that it starts from.
-        terms: what must be equal in the run.
+        terms: the options that must be equal in the run.
         out: receives the actions.
         silence: watches the members that owe something.
-        signer: knows what others have signed.
+        signer: checks the signatures of others.
 
     Attributes:
         state: see `State`.
         tip: the state that this peer is at.
-        ballot: the highest that it has followed at this tip.
-        begin: the round that it is in.
+        ballot: the highest ballot that it has followed at this tip.
+        begin: the BEGIN of the round that it is in; None in no round.
         repair: the last repair of that round.
-        done: the ballot under which it was last complete.
+        done: the ballot under which it last had all chunks.
         commit: the commit that led to this tip.
-        missed: the commit of this tip's round, whose result is not here.
-        called: whether the round of this tip was called, or held without this peer.
-        made: whether this peer has completed an epoch since it started: then it is no newcomer any more.
-        input: what it brings to the next round.
-        exchange: the bytes of the round that it is in.
-        finished: the round that the input was for, once its result is here; without what only the driver knows.
-        error: why there is none.
-        progressed_at: when a round was last seen to make progress. That one has begun is none: rounds that begin and
-            end without any would keep a peer for ever.
-        joined: the coordinator that has this peer's JOIN, if one stands.
-        asked: all to whom this peer has sent a JOIN at this tip: nobody else can begin a round with it.
-        first_begun: when each coordinator began its first round of this tip here.
-        left: the round that it was in last, and left.
-        over: the round that its coordinator has ended last.
-        unable: the members of the round that do not coordinate it any more, or at all, since they have given it up.
+        missed: the commit of this tip's round if this peer does not have the result.
+        called: whether the round of this tip was called, or has taken place without this peer.
+        made: whether this peer has completed an epoch since it started. Until then it is a newcomer.
+        input: the contribution to the next round.
+        exchange: the exchange of the round that it is in.
+        finished: the outcome of the round that the input was for, once this peer has its result. The driver fills in
+            times and sizes.
+        error: the reason why there is no result.
+        progressed_at: when a round last made progress here. The beginning of a round does not count: otherwise rounds
+            that begin and end without progress would keep a peer waiting for ever.
+        joined: the coordinator that has this peer's valid JOIN, if there is one.
+        asked: all peers to which this peer has sent a JOIN at this tip. Only they can begin a round with it.
+        first_begun: by coordinator: when its first round of this tip began here.
+        left: the name of the last round that this peer has left.
+        over: the name of the last round that its coordinator has ended.
+        unable: members of the round that have given it up, and so do not coordinate it.
         ended: how many rounds of this tip each coordinator has ended without a result.
-        gathered: what the members of the round brought, by key.
-        doubted: the coordinators of this tip that have missed a deadline, as this peer sees it, in their order.
-        deposed: those that most members doubt: they coordinate nothing at this tip.
-        began: when the round began here, or the result of a missed one was asked for.
+        gathered: the data that the members of the round gave for all, by key.
+        doubted: the coordinators of this tip that this peer doubts, in the order in which it began to.
+        deposed: the coordinators that most members doubt. They do not coordinate this tip.
+        began: when the round began here, or this peer asked for the result of a missed one.
         join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
-        rates: what its next JOIN says of its links.
+        rates: the rates of its links, for its next JOIN.
     """
 
     def __init__(
@@ -109,17 +110,17 @@ class Participant:
         self.finished: Outcome | None = None
         self.error: AveragingError | None = None
         self.progressed_at = float("-inf")
-        self.joined = b""  # the coordinator that has the JOIN
+        self.joined = b""
         self.asked: dict[bytes, None] = {}
         self.first_begun: dict[bytes, float] = {}
         self.ended: Counter[bytes] = Counter()
         self._introduced: tuple[bytes, bytes] | None = None  # the coordinator that knows the same members as this peer
-        self._declined: dict[bytes, Tip] = {}  # coordinators that do not take this peer, and at which tip
+        self._declined: dict[bytes, Tip] = {}  # coordinators that have refused this peer, and at which tip
         self.doubted: dict[bytes, None] = {}
         self.deposed: dict[bytes, None] = {}
         self._followed: msg.Survey | None = None  # the survey that made `ballot`
-        self._earlier: msg.Survey | None = None  # the last one that it has followed of another coordinator, before that
-        # At this tip, of each signer: the round of each ballot and instance.
+        self._earlier: msg.Survey | None = None  # the last survey before it of another coordinator that was followed
+        # At this tip, by signer: the round of each ballot and instance.
         self._begun: dict[bytes, dict[tuple[Ballot, bytes], bytes]] = {}
         self._proven: dict[bytes, None] = {}  # peers that have signed two BEGINs under one ballot
         self.gathered: dict[bytes, bytes] = {}
@@ -127,8 +128,8 @@ class Participant:
         self.began = 0.0
         self.rates = Rates()
         self._early = EarlyChunks()
-        self._last: BytesExchange | None = None  # of the last commit, for members that missed it
-        self._witnesses = Witnesses(self.me)  # of the round that this peer is in
+        self._last: BytesExchange | None = None  # the exchange of the last commit, for members that missed it
+        self._witnesses = Witnesses(self.me)  # the witnesses of the round that this peer is in
         self.left = self.over = b""
         self.unable: dict[bytes, None] = {}
 
@@ -138,11 +139,11 @@ class Participant:
     # -- what it knows
 
     def is_with(self, key: bytes) -> bool:
-        """Whether that peer is a member of the round that this one is in."""
+        """Whether that peer is a member of the round that this peer is in."""
         return self.begin is not None and any(member.key == key for member in self.begin.members)
 
     def other_coordinator(self, key: bytes) -> Member | None:
-        """The coordinator of the round that this peer is in, if that is not the peer with this key."""
+        """The coordinator of the round that this peer is in, unless it is the peer with this key."""
         if self.begin is None or self.ballot.coordinator == key:
             return None
         in_it = next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
@@ -155,20 +156,20 @@ class Participant:
 
     @property
     def commits(self) -> list[msg.Commit]:
-        """The commits that this peer can tell others of."""
+        """The commits that this peer can pass on."""
         return [commit for commit in (self.commit, self.missed) if commit is not None]
 
     @property
     def contributed(self) -> int:
-        """How many members contributed to the round that led to this tip; 0 if this peer was not there."""
+        """How many members contributed to the round that led to this tip; 0 if this peer does not know that round."""
         if self.commit is None:
             return 0
         return len(set(self.commit.members) - {member.key for member in self.commit.view if not member.contributes})
 
     @property
     def told_out(self) -> dict[bytes, str]:
-        """The members that coordinators of this peer's round have put out, if something may have been decided without
-        them: this peer was done. They may have left the round since."""
+        """The members that earlier coordinators of this peer's round have put out. Empty unless this peer was done:
+        only then a result may have been decided without these members."""
         out = self.exchange.book.out if self.exchange is not None and self.done is not None else {}
         return dict.fromkeys(out, "put out by an earlier coordinator")
 
@@ -182,18 +183,19 @@ class Participant:
         return next((commit for commit in self.commits if commit.round == round_id), None)
 
     def behind(self, now: float) -> Tip | None:
-        """The best state that a connected member holds, if it outranks this peer's. The result of a missed round is
-        fetched first, so it counts as this peer's state, unless this peer is a newcomer, which downloads."""
+        """The best state that a connected member holds, if it outranks this peer's. If this peer has missed a round, it
+        will fetch the result first, so its state after that counts. A newcomer downloads instead, so its present state
+        counts."""
         best, missed = self.view.best(now), self.missed  # read once: another thread may write it
         ours = missed.next_tip if missed is not None and self.made else self.tip
         return best if best is not None and best.outranks(ours) else None
 
     def coordinator(self) -> Member:
-        """The member that coordinates at this tip, of those that this peer reaches and that take it."""
+        """The member that coordinates at this tip, among those that this peer reaches and that accept it."""
         return next((m for m in self.candidates() if self._declined.get(m.key) != self.tip), self.view.me)
 
     def candidates(self) -> Iterator[Member]:
-        """The members that this peer reaches and that may coordinate at this tip, best first."""
+        """The members that this peer reaches and that may coordinate this tip, best first."""
         in_order = self.view.candidates(self.tip.epoch)
         for excluded in ({*self.deposed, *self._proven}, self._proven, ()):
             able = (m for m in in_order if m.key not in excluded and self.view.reaches(m.key))
@@ -214,11 +216,11 @@ class Participant:
             self.state = State.WAITING
 
     def withdraw(self) -> None:
-        """The input does not wait any more: it has its result, or its owner has given up."""
+        """The input does not wait any more: it has its result, or the caller has given up."""
         if self.begin is not None:
             self.complain(self.me, "it gave up", fault=False)
             if self.ballot.coordinator == self.me != self.begin.ballot.coordinator:
-                # It has taken the round over, and cannot coordinate it from outside: it may have to wait in it.
+                # It has taken the round over, and a successor cannot coordinate a round in which it is no member.
                 others = [member.key for member in self.begin.members if member.key != self.me]
                 self._send(others, msg.Broken(self.begin.round, self.me, False, "it has given the round up"))
             self.leave()
@@ -231,7 +233,7 @@ class Participant:
         self._early = EarlyChunks()
 
     def next_step(self, now: float) -> msg.Commit | None:
-        """Continue between rounds: send a JOIN if one is due. Returns the commit whose result is to be fetched first.
+        """Continue between rounds: send a JOIN if one is due. Returns a commit if its result must be fetched first.
 
         Raises Behind if the input was computed from a state that the swarm has left."""
         if self.input is None or self.begin is not None:
@@ -239,8 +241,8 @@ class Participant:
         wanted = self.input.tip
         if wanted is not None and wanted != self.tip:
             if self.commit is None or self.commit.tip != wanted:
-                raise Behind("the swarm has gone on from the state that this input was made from")
-            return self.commit  # a round that this peer was in, but whose result it did not use
+                raise Behind("the swarm has moved on from the state that this input was computed from")
+            return self.commit  # this peer was in that round, but did not use its result
         if self.missed is not None:
             return self.missed
         behind = self.behind(now)
@@ -276,26 +278,31 @@ class Participant:
         self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
 
     def introduced(self, key: bytes) -> None:
-        """The coordinator with that key and this peer have told each other which members they know."""
+        """That coordinator and this peer have told each other which members they know."""
         self._introduced = (key, self.view.fingerprint())
 
     def rejoin(self, key: bytes | None = None) -> None:
-        """The JOIN is void, if one stands, and stands at the coordinator with this key (if given): join again."""
+        """Join again: the JOIN is void, if there is one. With `key`, only a JOIN at that coordinator is void."""
         if self.state is State.JOINED and key in (None, self.joined):
             self.state = State.WAITING
 
     def refused(self, key: bytes, reason: str) -> bool:
-        """That coordinator does not take this peer. A peer that trains goes on with others: at this tip the one that
-        refused is no coordinator for it. Others, and a newcomer that no peer takes, have an error. Returns whether the
-        peer goes on, and that coordinator has not refused it before."""
+        """That coordinator refuses this peer.
+
+        A peer that trains (whose input has a tip) continues with others: for it, that peer is no coordinator at this
+        tip. Other peers fail with an error, and so does a newcomer that all reachable peers refuse.
+
+        Returns:
+            Whether this peer continues, and that coordinator has not refused it before.
+        """
         if self.input is None:
             return False
         trains, news = self.input.tip is not None, key not in self._declined
         if trains:
             self._declined[key] = self.tip
             self.rejoin(key)
-        # Of those that it has lost, one may take it: who is cut off with a liar is not refused by the run. Nor is one
-        # that has members of its own, be they clients.
+        # If this peer has lost members, one of them may accept it: a peer that is cut off with a liar is not refused by
+        # the run. The same holds if it has other members around it, even clients.
         others = (member.key for member in self.view.connected() if self._declined.get(member.key) != self.tip)
         alone = all(other in (self.me, key) for other in others) and not self.view.lost
         if self.input.tip is None or key == self.me or (alone and not self.made):
@@ -303,14 +310,14 @@ class Participant:
         return trains and news
 
     def lost(self, key: bytes) -> None:
-        """That peer is gone: a JOIN there is void, and if it comes back it may take this peer."""
+        """That peer is lost: a JOIN there is void. If it comes back, it may accept this peer."""
         self._declined.pop(key, None)
         self.rejoin(key)
 
     # -- promises
 
     def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
-        """Raises RuleBroken if this BEGIN must not be followed."""
+        """Raise RuleBroken if this peer must not follow this BEGIN."""
         given, keys = self.input, [member.key for member in begin.members]
         require(self.missed is None, "this tip's round was committed")
         require(begin.tip == self.tip, f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
@@ -330,9 +337,9 @@ class Participant:
         )
 
     def _is_as_joined(self, begin: msg.Begin, number: int) -> None:
-        """Raises RuleBroken if that BEGIN says other things of this peer, its member of that number, than its JOIN. It
-        may follow from a JOIN that this peer has withdrawn since, to join with another input; or its sender lies: by
-        what it says of others' states it could have each member drop its step and download."""
+        """Raise RuleBroken if that BEGIN differs from this peer's JOIN in what it says of this peer, which is member
+        `number`. Either it follows from a JOIN that this peer has withdrawn since, or its sender lies. With false
+        digests of states, a liar could make every member discard its step and download."""
         given = self.input
         if given is None or given.tip is None:
             return
@@ -342,9 +349,10 @@ class Participant:
         require(is_it, "BEGIN has another machine or state of this peer than it has joined with")
 
     def is_begun(self, begin: msg.Begin, sender: bytes) -> bool:
-        """Whether its coordinator has begun that round, and no other one under its ballot, as far as this peer knows.
-        Who begins two says different things to different members: it coordinates nothing for this peer any more. (What
-        comes from the coordinator itself needs no signature here: the connection proves who speaks.)"""
+        """Whether the BEGIN comes from its coordinator, which has begun no other round under the same ballot, as far as
+        this peer knows. A coordinator that begins two rounds lies to some members, and does not coordinate for this
+        peer any more. (A BEGIN from the coordinator itself needs no signature: the connection proves who the sender
+        is.)"""
         by = begin.ballot.coordinator
         if by not in (self.me, sender) and not self.signer.is_signed(begin, by):
             return False
@@ -357,9 +365,9 @@ class Participant:
         return True
 
     def _known_round(self, begin: msg.Begin) -> bytes | None:
-        """The round that its coordinator has begun under that ballot, as far as this peer knows; None if that may have
-        been forgotten. Of each signer the highest ballots are remembered: it can have nothing forgotten by signing
-        more, and nothing of another."""
+        """The round that the coordinator has begun under the ballot of this BEGIN, as far as this peer knows; None if
+        it may have forgotten that. It remembers the highest ballots of each signer, and refuses lower ones. So a signer
+        gains nothing by signing many BEGINs, and can't make this peer forget those of another signer."""
         by = begin.ballot.coordinator
         if by not in self._begun and by not in self.view.members:
             strangers = [key for key in self._begun if key not in self.view.members]
@@ -375,19 +383,19 @@ class Participant:
         return begun.setdefault(name, begin.round)
 
     def _believe(self, ballot: Ballot) -> None:
-        """Raises RuleBroken for an attempt that nobody can have come to at this tip."""
+        """Raise RuleBroken for an attempt that is too high to be possible at this tip."""
         too_high = f"attempt {ballot.number}, and this peer knows of {self.ballot.number}"
         require(ballot.number <= self.ballot.number + MAX_LEAP, too_high)
 
     def _follow(self, sender: bytes, message: msg.Survey | msg.Repair) -> BytesExchange:
-        """Follow a coordinator's ballot in the round. Raises RuleBroken if it must not be followed."""
+        """Follow a coordinator's ballot in the round. Raises RuleBroken if this peer must not follow it."""
         begin, ballot = self.begin, message.ballot
         if begin is None or self.exchange is None or begin.round != message.round:
             raise RuleBroken("this peer is not in that round")
         self._holds(sender, ballot)
         require(ballot >= self.ballot, f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
         self._believe(ballot)
-        require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by who sent it")
+        require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by its sender")
         if isinstance(message, msg.Survey):
             if ballot > self.ballot:
                 if self._followed is not None and self._followed.ballot.coordinator != sender:
@@ -400,24 +408,26 @@ class Participant:
         return self.exchange
 
     def _holds(self, sender: bytes, ballot: Ballot) -> None:
-        """Raises RuleBroken if that peer does not hold the ballot, or can hold none in this round. A coordinator that
-        is no member of its own round can begin it, but only a member can take it over."""
+        """Raise RuleBroken if that peer does not hold the ballot, or can't hold one in this round. A coordinator need
+        not be a member of a round that it begins, but only a member can take a round over."""
         may_lead = self.is_with(sender) or (self.begin is not None and self.begin.ballot.coordinator == sender)
         require(ballot.coordinator == sender and may_lead, "the sender does not hold that ballot")
 
     def may_succeed(self, sender: bytes, survey: msg.Survey) -> bool:
-        """Whether that survey is of the round's coordinator, or of one that may take the round over: this peer has
-        lost the coordinator, too, or doubts it, or most members do, or it has given the round up."""
+        """Whether the sender of that survey may coordinate the round: it is the coordinator, or this peer has lost the
+        coordinator or doubts it, or most members doubt it, or it has given the round up."""
         holder = self.ballot.coordinator
         if sender in (holder, self.me) or not self.view.reaches(holder) or holder in {**self.doubted, **self.unable}:
             return True
         return holder in self.deposed_by([doubt for doubt in survey.doubts if doubt.of == holder])
 
     def deposed_by(self, doubts: Sequence[msg.Doubt]) -> set[bytes]:
-        """The coordinators of this tip that most members doubt: more than half of the members of the last commit that
-        this peer reaches (of all that it reaches, if it knows no commit), the doubted one not counted.
+        """The coordinators of this tip that most members doubt.
 
-        Raises RuleBroken for a doubt that is forged."""
+        That is more than half of the members of the last commit that this peer reaches, without the doubted one. If
+        this peer knows no commit, it is more than half of all members that it reaches.
+
+        Raises RuleBroken for a forged doubt."""
         members = set(self.commit.members) if self.commit is not None else {m.key for m in self.view.members.values()}
         voters = {key for key in members if self.view.reaches(key)} | {self.me}
         against: dict[bytes, set[bytes]] = {key: {self.me} for key in self.doubted}
@@ -426,7 +436,7 @@ class Participant:
             counts = doubt.tip == self.tip and by in voters and self.view.has_met(of)
             if counts and by not in against.get(of, ()):
                 is_signed = by == self.me or self.signer.is_signed(doubt, by)
-                require(is_signed, "a doubt without its sender's signature")  # whoever passes one on, passes on no more
+                require(is_signed, "a doubt without its sender's signature")  # no honest member passes on such a one
                 against.setdefault(of, set()).add(by)
         return {of for of, by in against.items() if 2 * len(by - {of}) > len(voters - {of})}
 
@@ -438,16 +448,16 @@ class Participant:
             require(sender in self.view.members, "BEGIN from a peer that is no member")
             self.enter(sender, begin, buffers, now)
         except RuleBroken as error:
-            # The coordinator waits for this peer now: it must hear that it waits in vain, and for whom it would have
-            # to.
+            # The coordinator waits for this peer now, so it must hear that it waits in vain, and which round this peer
+            # is in instead.
             other = self.other_coordinator(sender) if sender in self.view.members else None
             broken = msg.Broken(begin.round, self.me, False, str(error)[:256])
             self._send([sender], broken if other is None else msg.Elsewhere(other, self.begin))
             raise
 
     def enter(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float, *, relayed: bool = False) -> None:
-        """Enter a round; `relayed` by another member after its coordinator was lost. Raises RuleBroken if this BEGIN
-        must not be followed."""
+        """Enter a round. With `relayed`, another member has passed on the BEGIN because its coordinator was lost.
+        Raises RuleBroken if this peer must not follow this BEGIN."""
         self._may_follow(sender, begin, relayed=relayed)
         assert self.input is not None
         self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
@@ -459,7 +469,7 @@ class Participant:
         except (RuleBroken, msgspec.MsgspecError) as error:
             self.leave()
             raise RuleBroken(str(error)) from error
-        self._forget(self._last)  # its memory is written again
+        self._forget(self._last)  # the new round writes to its memory
         self._last, self.began, self._witnesses = None, now, Witnesses(self.me)
         self.first_begun.setdefault(begin.ballot.coordinator, now)
         self._out.append(Enter(begin))
@@ -471,7 +481,7 @@ class Participant:
             self._follow_plan(begin.round)
 
     def _follow_plan(self, round_id: bytes) -> None:
-        """There is a new plan: chunks that came before it may belong to it."""
+        """There is a new plan: handle the chunks that arrived before it and may belong to it."""
         for sender, message, buffers in self._early.take(round_id):
             try:
                 self.on_chunk(sender, message, buffers)
@@ -480,11 +490,11 @@ class Participant:
         self._check_done()
 
     def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
-        """A chunk has arrived. Raises RuleBroken, and complains of the sender, if it does not belong here."""
+        """A chunk has arrived. If it breaks the rules of the round, complains of the sender and raises RuleBroken."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != message.round:
-            # Chunks pass beside other messages: the message that says of which round they are may arrive later, or
-            # have arrived.
+            # Chunks and other messages may overtake each other. So the BEGIN of a chunk's round may arrive later, and
+            # the round may be over already.
             known = message.round == self.left or self.commit_of(message.round) is not None
             if self.input is not None and not known:
                 self._keep_early(sender, message, buffers)
@@ -522,19 +532,19 @@ class Participant:
     def on_survey(
         self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float
     ) -> msg.Have | msg.Elsewhere | msg.Broken:
-        """A coordinator puts members out, and asks what the others hold. Raises RuleBroken if this peer must not
-        follow."""
+        """A coordinator puts members out, and asks the others which chunks they hold. Raises RuleBroken if this peer
+        must not follow it."""
         if (commit := self.commit_of(survey.round)) is not None:
             return msg.Have(survey.ballot, (), None, (), None, commit)
         if self.begin is None and survey.round == self.over:
-            return msg.Elsewhere(self.coordinator())  # its coordinator has ended it, and not told its successor
+            return msg.Elsewhere(self.coordinator())  # its coordinator has ended it without telling the successor
         if self.begin is None and survey.round == self.left:
-            return msg.Broken(survey.round, self.me, False, "it is in that round no more")
+            return msg.Broken(survey.round, self.me, False, "it has left that round")
         if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
         if self.begin is not None and self.begin.round != survey.round:
             other = self.other_coordinator(sender)
-            if other is not None:  # its round can't commit without this peer, which is in another of this tip
+            if other is not None:  # the sender must not commit a second result of this tip without this peer
                 return msg.Elsewhere(other, self.begin)
         elif self.begin is not None and self.ballot > survey.ballot and self._followed is not None:
             return msg.Have(self.ballot, (), None, (), None, None, self._followed)
@@ -551,7 +561,7 @@ class Participant:
         return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None, self._earlier)
 
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
-        """A coordinator says where chunks come from now. Raises RuleBroken if it must not be followed."""
+        """A coordinator says where chunks come from now. Raises RuleBroken if this peer must not follow it."""
         exchange = self._follow(sender, repair)
         self.repair, self.state = repair, State.IN_ROUND
         self._out.append(FetchChunks(exchange, exchange.repair(repair)))
@@ -559,42 +569,44 @@ class Participant:
         return msg.Follows(repair.ballot)
 
     def fetched(self, exchange: BytesExchange, failed: dict[bytes, str]) -> None:
-        """Chunks of a repair are here, but for those of holders that `failed`, each for a reason."""
+        """The chunks of a repair were fetched, except those of the holders in `failed`, which gives the reasons."""
         if exchange is self.exchange:
             for holder, reason in failed.items():
                 self.complain(holder, reason, fault=False)
             self._check_done()
 
     def on_fetch(self, message: msg.Fetch | msg.Digests) -> Reply | msg.Committed:
-        """Another peer asks for what this one holds of a round. Raises Refused for what is not here."""
+        """Another peer asks for chunks or digests of a round's result. Raises Refused if this peer does not have
+        them."""
         exchange = self.exchange or self._last
         if exchange is None or exchange.book.begin.round != message.round:
             raise Refused("this peer does not have that round's result any more")
         book = exchange.book
         if isinstance(message, msg.Digests):
-            # If all are here, they can be had, even if this peer has not heard of the COMMIT yet.
+            # Complete digests can be given away even before this peer has received the COMMIT.
             require(all(book.digests), "that round's result is not complete here")
             return msg.Committed(book.begin, tuple(book.digests))
         chunk = message.chunk
         require(chunk < len(book.chunks) and book.digests[chunk] != b"", f"chunk {chunk} is not here")
         name = msg.name_of(message.round, msg.Carries.FETCHED, message.chunk)
-        # A copy: the next round may write there before it has left, and who asked would wait for it in vain.
+        # A copy, because the next round may write to this memory before the chunk is sent.
         data = bytes(exchange.chunk_bytes(message.chunk))
         return Reply(msg.Result(message.round, message.chunk, book.plan), [data], name)
 
     def on_abort(self, sender: bytes, abort: msg.Abort) -> None:
-        """The coordinator ends the round, or this peer's part in it. Raises Refused if it is not the coordinator."""
+        """The coordinator ends the round, or ends it for this peer alone. Raises Refused if the sender is not the
+        coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
             require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
-            if not abort.alone:  # else another may have been decided on, and this peer must not say that it is over
+            if not abort.alone:  # otherwise the round may still commit, and this peer must not say that it is over
                 self.over = abort.round
             self.ended[sender] += 1
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)
 
     def complain(self, key: bytes, reason: str, fault: bool = True) -> None:
-        """Tell the coordinator that this peer cannot go on with that member; `fault` if it has broken a rule: then it
-        hears so itself."""
+        """Tell the coordinator that this peer cannot continue with that member. In the case of a `fault` (the member
+        has broken a rule), tell the member as well."""
         if self.begin is not None:
             told = dict.fromkeys([self.ballot.coordinator, *([key] if fault else ())])
             self._send(list(told), msg.Broken(self.begin.round, key, fault, reason[:256]))
@@ -602,19 +614,19 @@ class Participant:
     # -- does it make progress
 
     def on_waiting(self, sender: bytes, message: msg.Waiting, now: float) -> None:
-        """A member's user has not allowed the round yet. Raises Refused if it has no right to say so."""
+        """A member says that its user has not allowed the round yet. Raises Refused if the member may not say so."""
         if self.input is None or self.begin is None or self.begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
         require(self.is_with(sender), "only a member of a round can ask for patience in it")
-        require(self.input.tip is None, "in a round of a training run nobody's user is waited for")
+        require(self.input.tip is None, "rounds of a training run do not wait for users")
         self.silence.excuse(now)
 
     def progressed(self, now: float) -> None:
-        """The round was seen to make progress."""
+        """The round has made progress."""
         self.progressed_at = now
 
     def ask_to_wait(self) -> bool:
-        """Whether this peer's user lets the others wait; then they are told."""
+        """Whether this peer's user makes the other members wait. If so, tells them."""
         if self.begin is None or self.input is None or not self.input.excused():
             return False
         others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
@@ -622,10 +634,11 @@ class Participant:
         return True
 
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
-        """Complain of those that hold up the round, if nothing has come for too long; to be called every second.
+        """Complain of members that hold up the round, if nothing has arrived for too long. Called every second.
 
         Args:
-            moved: the number of bytes that have passed between this peer and another.
+            moved: returns the number of bytes that have passed between this peer and another.
+            now: the time.
         """
         if self.exchange is None:
             return
@@ -637,7 +650,7 @@ class Participant:
             self.progressed_at = now
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
-        """A member that was asked how a round goes has answered."""
+        """A member has answered `ping`, which asks whether its round makes progress."""
         if self.begin is None or self.begin.round != ping.round or not self.is_with(key):
             return
         others = [member.key for member in self.begin.members if member.key not in (self.me, key)]
@@ -645,16 +658,16 @@ class Participant:
         is_only_one = bool(others) and not any(map(self.view.reaches, others))
         if self._witnesses.say(key, pong.signs, now, alone=is_only_one):
             self.silence.excuse_reducer(key, now)
-            if key != self.ballot.coordinator:  # it vouches for nothing: each member is asked in turn
+            if key != self.ballot.coordinator:  # the coordinator's word alone does not count as progress
                 self.progressed_at = now
         if self.ballot.coordinator == key and not pong.knows:
-            # It was started anew, or has given the round up, and this peer has missed that.
+            # The coordinator was started anew, or this peer has missed that it gave the round up.
             self.fail(AveragingError(f"{PeerID(key)!r} does not coordinate the round any more"))
 
     # -- the way out of a round
 
     def leave(self) -> None:
-        """Be in no round. The ballot stays, so that no lower one is followed."""
+        """Leave the round. The ballot stays, so that this peer follows no lower one."""
         if self.exchange is not None:
             self.left = self.exchange.book.begin.round
             self._forget(self.exchange)
@@ -662,7 +675,7 @@ class Participant:
         self._rest()
 
     def _rest(self) -> None:
-        """The state between rounds."""
+        """Set the state between rounds."""
         if self.missed is not None:
             self.state = State.MISSED
         elif self.input is None or self.finished is not None:
@@ -676,27 +689,27 @@ class Participant:
             self._out.append(Cancel(exchange.book.begin.round))
 
     def fail(self, error: AveragingError) -> None:
-        """The round gives this peer no result, for this reason."""
+        """The round has failed for this peer, for this reason."""
         self.leave()
         if self.input is not None and self.finished is None:
             self.error = error
 
     def holds(self, commit: msg.Commit) -> bool:
-        """Whether the result of that commit is here, from the round that this peer is in."""
+        """Whether this peer has the result of that commit, from the round that it is in."""
         exchange = self.exchange
         if exchange is None or exchange.book.begin.round != commit.round:
             return False
         return exchange.book.complete and exchange.book.root() in (commit.root, b"")
 
     def advance(self, commit: msg.Commit) -> None:
-        """Go on to the state after a commit, with its result if that is here."""
+        """Move to the state after a commit, with its result if this peer has it."""
         if self.holds(commit) and self.exchange is not None:
             self.has_result(self.exchange, commit)
         self.move(commit.next_tip)
         self.commit, self.made = commit, True
 
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, *, missed: bool = False) -> None:
-        """The result of that commit is here: from its round, or fetched because this peer has `missed` the round."""
+        """This peer has the result of that commit: from the round, or fetched because it has `missed` the round."""
         self._last = exchange
         if exchange is self.exchange:
             self.exchange = None
@@ -705,15 +718,15 @@ class Participant:
             self.finished = Outcome(exchange.book.begin, commit, gathered, missed, self.join_to_begin)
 
     def miss(self, commit: msg.Commit) -> None:
-        """This tip's round was committed, and its result is not here. This peer stays at the tip until it has the
-        result, and follows no other round of it meanwhile."""
+        """This tip's round was committed, and this peer does not have the result. It stays at the tip until it has it,
+        and follows no other round of the tip."""
         self.missed = commit
         self.called = True
         self.leave()
 
     def recall(self, commit: msg.Commit, now: float) -> BytesExchange | None:
-        """The bytes of that commit's round, if its result is still here. Otherwise it is to be fetched into memory that
-        nothing else is written to from now on."""
+        """The exchange of that commit's round, if this peer still has its result; else None. In that case the caller
+        fetches the result, and from now on nothing else writes to the memory for it."""
         self._forget(self._last)
         exchange, self._last, self.began = self._last, None, now
         # The two sides of a partition may commit two results of one round.
@@ -722,12 +735,12 @@ class Participant:
         return exchange if exchange.book.root() in (commit.root, b"") else None
 
     def give_up_missed(self) -> None:
-        """No member can send the result of the missed round: the round is made again."""
+        """No member can send the result of the missed round, so the round is repeated."""
         self.missed, self.called = None, False
         self._rest()
 
     def move(self, tip: Tip) -> None:
-        """Be at another state."""
+        """Move to another state."""
         self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
         self.doubted, self.deposed, self._begun, self.asked = {}, {}, {}, {}
         self.first_begun, self.ended = {}, Counter()

@@ -6,26 +6,28 @@ import math
 from collections.abc import Collection
 
 SHORTEST_SECONDS = 2.0
-FORGIVEN_SECONDS = 100.0  # after which one time that a member held a round up is forgotten
+FORGIVEN_SECONDS = 100.0  # in this time, one time that a member has held up a round is forgotten
 MAX_KEPT = 4096  # members that are remembered
 MOST_TIMES = 16.0
-OFTEN = 1.5  # times lately; then it is in no round for a while
-FIRST_PAUSE, LONGEST_PAUSE = 10.0, 600.0  # seconds
+OFTEN = 1.5  # a member that has held up rounds so often lately is in none for a while
+FIRST_PAUSE, LONGEST_PAUSE = 10.0, 600.0  # seconds for which such a member is in no round
 
 
 class Patience:
-    """Half as long for each time that a member has held a round up lately. One that does so in every round costs its
-    time-out once, and then little; one that does so at times costs a small share of the time, whatever it does in
-    between. Time is an argument, in seconds of any clock."""
+    """How long a round waits for each member: half as long with each time that the member has held up a round lately.
+
+    A member that holds up every round costs its full time-out once, and little afterwards. One that does so now and
+    then costs a small share of the time. Time is an argument, in seconds of any clock."""
 
     def __init__(self) -> None:
-        self._times: dict[bytes, tuple[float, float]] = {}  # how often each had held a round up, and when it last did
-        self._held: set[bytes] = set()  # who has held up the round of this tip
-        self._put_out: dict[bytes, dict[bytes, float]] = {}  # who was put out of a round, by whom, and when
+        self._times: dict[bytes, tuple[float, float]] = {}  # how often each has held up a round, and when it last did
+        self._held: set[bytes] = set()  # members that have held up the round of this tip
+        # By member that was put out of a round: the coordinators that did so, and when.
+        self._put_out: dict[bytes, dict[bytes, float]] = {}
 
     @property
     def remembers(self) -> bool:
-        """Whether anybody has held up a round, at any time."""
+        """Whether any member has ever held up a round."""
         return bool(self._times)
 
     def _lately(self, key: bytes, now: float) -> float:
@@ -33,16 +35,16 @@ class Patience:
         return max(0.0, times - (now - last) / FORGIVEN_SECONDS)
 
     def of(self, key: bytes, seconds: float, now: float) -> float:
-        """How many seconds that member is waited for, where others are for `seconds`."""
+        """How many seconds to wait for that member, if others are waited for `seconds`."""
         return max(min(seconds, SHORTEST_SECONDS), seconds * math.exp2(-self._lately(key, now)))
 
     def is_over(self, key: bytes, now: float) -> bool:
-        """Whether that member has held rounds up so often that it is in none for a while."""
+        """Whether that member has held up rounds so often that it is in none for a while."""
         times, last = self._times.get(key, (0.0, now))
         return times >= OFTEN and now - last < min(FIRST_PAUSE * math.exp2(times - OFTEN), LONGEST_PAUSE)
 
     def held_up(self, key: bytes, now: float) -> None:
-        """That member is complained of; once at a tip counts."""
+        """That member has held up a round. It counts once for each tip."""
         if key not in self._held:
             self._held.add(key)
             times = min(self._lately(key, now) + 1.0, MOST_TIMES)
@@ -52,8 +54,17 @@ class Patience:
                 del self._times[next(iter(self._times))]
 
     def committed(self, out: Collection[bytes], coordinator: bytes, now: float, *, led: bool = False) -> None:
-        """A round was committed; that coordinator has put these out of it. What one says alone does not count, unless
-        it is this peer: it may lie."""
+        """A round was committed.
+
+        A member that was put out has held up the round if at least two coordinators put it out lately, or this peer
+        did. A single other coordinator may lie.
+
+        Args:
+            out: the members that were put out of the round.
+            coordinator: the peer that committed it.
+            now: the time.
+            led: whether this peer was the coordinator.
+        """
         for key in out:
             said = self._put_out.pop(key, {})
             said = {other: at for other, at in said.items() if now - at < FORGIVEN_SECONDS and other != coordinator}
@@ -65,5 +76,5 @@ class Patience:
         self.new_tip()
 
     def new_tip(self) -> None:
-        """What is complained of from now on is another round."""
+        """From now on, complaints are about the round of another tip."""
         self._held.clear()

@@ -31,9 +31,9 @@ from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 
 log = logging.getLogger(__name__)
 
-MAX_TIPS = 1024  # that are kept until they are read
+MAX_TIPS = 1024  # unread entries of `tips`
 FIRST_VOID_SECONDS, LONGEST_VOID_SECONDS = 60.0, 3600.0
-SETTLE_SECONDS = 1.0  # BEGIN waits until nobody new was found for so long, while not everybody may have been found
+SETTLE_SECONDS = 1.0  # while members may be unknown, BEGIN waits until no new one was found for so long
 
 
 class Peer:
@@ -43,23 +43,23 @@ class Peer:
 
     Args:
         view: the members that this peer knows.
-        terms: what must be equal in the run.
+        terms: the options that must be equal in the run.
         rules: when a round begins.
         silence: watches the members that owe something in a round.
-        signer: signs what this peer says.
-        keeps_state: whether a tip names a state that this peer keeps. Then it goes on to the next tip only when it
-            holds the result of the round between them.
+        signer: signs this peer's messages.
+        keeps_state: whether a tip names a state that this peer holds. Then the peer moves to the next tip only when it
+            has the result of the round between the two.
 
     Attributes:
         participant: the member's side.
-        lead: the coordinator's side; over unless it is this peer's turn.
-        doubts: what is held against the coordinators of its tip.
+        lead: the coordinator's side; it is `over` unless it is this peer's turn.
+        doubts: the doubts about the coordinators of its tip.
         out: the actions to perform, in order.
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
-        changes: a counter that grows when members come or go.
-        tips: states of members that are not this peer's, each with the member's key; a reader takes them out, in any
-            thread.
+        changes: a counter that grows when members come or go, or the coordinator changes.
+        tips: states of members that differ from this peer's, each with the member's key. A reader in any thread takes
+            them out.
     """
 
     def __init__(
@@ -75,12 +75,16 @@ class Peer:
         self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
         self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
-        self._gave_way: dict[bytes, float] = {}  # since when to whom that follows one whom most doubt, at this tip
-        self._void: dict[bytes, tuple[float, float]] = {}  # signers of void COMMITs: until when, and for how long
+        # At this tip: members that follow a deposed coordinator, and since when this peer gives way to that one.
+        self._gave_way: dict[bytes, float] = {}
+        # Signers of void COMMITs: until when their COMMITs are not believed, and for how long that was.
+        self._void: dict[bytes, tuple[float, float]] = {}
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
-        self._passed_on: dict[tuple[bytes, bytes], None] = {}  # at this tip: for whose loss which COMMIT was told
-        self._shown: dict[bytes, int] = {}  # at this tip: to whom how many doubts of the deposed were passed on
+        # At this tip: (lost member, round) for which the COMMIT of the round was passed on.
+        self._passed_on: dict[tuple[bytes, bytes], None] = {}
+        # At this tip, by member: how many doubts about deposed coordinators this peer has sent to it.
+        self._shown: dict[bytes, int] = {}
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
@@ -98,7 +102,7 @@ class Peer:
         return self.participant.contributed
 
     def hello(self) -> msg.Hello:
-        """What this peer says of itself, and of the members that it knows."""
+        """A HELLO about this peer and the members that it knows."""
         return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
 
     def _send(self, to: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[bytes] = ()) -> None:
@@ -107,11 +111,11 @@ class Peer:
     # -- messages
 
     def receive(self, sender: bytes, message: Any, buffers: Buffers, now: float) -> Answer:
-        """A message has arrived; returns the answer to a request. Raises Refused if it must not be followed."""
+        """A message has arrived. Returns the answer if it is a request. Raises Refused if the message breaks a rule."""
         participant = self.participant
         asks_of_round = isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping) and sender != self._me
         if asks_of_round and (commit := participant.commit_of(message.round)) is not None:
-            self._send([sender], commit)  # it has missed that
+            self._send([sender], commit)  # the sender has missed this COMMIT
         match message:
             case msg.Progress():
                 return self._on_progress(sender, message, now)
@@ -158,12 +162,15 @@ class Peer:
         return None
 
     def undecodable(self, sender: bytes, reason: str) -> None:
-        """A message of that peer cannot be read: if it is in this peer's round, nobody is to wait for it."""
+        """A message of that peer cannot be decoded. If it is in this peer's round, complain, so that nobody waits for
+        it.
+        """
         if self.participant.is_with(sender):
             self.participant.complain(sender, reason)
 
     def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
-        """A member has answered the coordinator's request; an `answer` that is an exception says why it has not."""
+        """A member has answered the coordinator's request. If `answer` is an exception, there is no answer for that
+        reason."""
         lead = self.lead
         if lead.over or not lead.is_of(request.round):
             return  # nobody waits for the answer any more
@@ -189,16 +196,16 @@ class Peer:
             case msg.Elsewhere():
                 self._elsewhere_than_surveyed(key, request, answer, now)
             case msg.Broken() if lead.took_over and not lead.was_done:
-                self.out.extend(lead.elsewhere(key, now))  # nothing is decided without this peer
+                self.out.extend(lead.elsewhere(key, now))  # no result can be decided without this peer
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
-                # The round was committed without this peer, and its members have gone on since; or it lies.
+                # Either the round was committed without this peer and its members have moved on, or that member lies.
                 self.out.extend(lead.elsewhere(key, now))
                 self.told(key, tip, now)
             case _:
                 self.out.extend(lead.put_out(key, "it is not at this state", now))
 
     def _was_surveyed(self, round_id: bytes, have: msg.Have) -> bool:
-        """Whether the higher ballot that a member follows was made by its holder, who may coordinate that round."""
+        """Whether the holder of the higher ballot that a member follows has made it, and may coordinate that round."""
         survey, begin, holder = have.follows, self.lead.begin, have.ballot.coordinator
         may_lead = begin is not None and holder in (begin.ballot.coordinator, *(m.key for m in begin.members))
         is_it = may_lead and survey is not None and (survey.round, survey.ballot) == (round_id, have.ballot)
@@ -207,36 +214,38 @@ class Peer:
     def _elsewhere_than_surveyed(
         self, key: bytes, request: msg.Survey | msg.Repair, answer: msg.Elsewhere, now: float
     ) -> None:
-        """A member does not follow this peer's survey: it has left the round, or is in another, or the coordinator of
-        this one has not lost it. Then this peer gives way, unless most members doubt that one."""
+        """A member does not follow this peer's survey. It has left the round, or is in another one, or still reaches
+        the round's coordinator. In the last case this peer gives way, unless most members doubt that coordinator."""
         lead, begin = self.lead, answer.begin
-        if begin is None and lead.took_over:  # the round was ended, and this peer has not heard of it
+        if begin is None and lead.took_over:  # the round has ended, and this peer has not heard of that
             self.out.extend(lead.elsewhere(key, now))
         elif begin is None or not self._names(begin, key):
             self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
         elif lead.is_of(begin.round) and (holder := begin.ballot.coordinator) in self.participant.deposed:
             if isinstance(request, msg.Survey) and all(doubt.of != holder for doubt in request.doubts):
-                if request.ballot == lead.ballot:  # it was asked before most members doubted that one: ask again
+                if request.ballot == lead.ballot:  # the survey came before most members doubted that coordinator
                     lead.doubts = self.doubts.evidence
                     self.out.extend(lead.start_survey(now))
                 return
             if now < self._gave_way.setdefault(key, now) + NOTICE_SECONDS:
-                # It may not have noticed yet that the coordinator is lost, or follow another that has taken the round
-                # over. For so long this peer gives way, and asks again every second.
+                # That member may not have noticed yet that the coordinator is lost, or it follows another member that
+                # has taken the round over. Until NOTICE_SECONDS have passed, this peer gives way and asks again every
+                # second.
                 self._give_way()
                 return
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
         elif lead.is_of(begin.round) and (lead.took_over or lead.may_give_way(key)):
-            # Of two that coordinate one round, the one that was first gives way, too, once for each member: most of the
-            # others may doubt it. That member will notice that the coordinator is lost, or this peer will hear of its
-            # COMMIT. It stays in the round: in another of this tip, it could commit a second result.
+            # Two peers coordinate one round. The first of them gives way as well, once for each member, because most
+            # others may doubt it. Then either that member notices that the other coordinator is lost, or this peer
+            # receives the other's COMMIT. This peer stays in the round: in another round of this tip, it could commit a
+            # second result.
             self._give_way()
         else:
             self.out.extend(lead.elsewhere(key, now, coordinator=begin.ballot.coordinator))
 
     def _give_way(self) -> None:
-        """Coordinate a round no more that this peer has taken over. If it has left that before, it does not ask again,
-        so all hear that the next one is to take it over."""
+        """Stop coordinating a round that this peer has taken over. If this peer has left the round, it will not ask
+        again, so it tells all members that the next one is to take the round over."""
         self.lead.give_way()
         if self.participant.begin is None and self.lead.begin is not None:
             gave_up = msg.Broken(self.lead.begin.round, self._me, False, "it has given the round up")
@@ -246,25 +255,25 @@ class Peer:
         return key == self._me or self.signer.is_signed(message, key)
 
     def _names(self, begin: msg.Begin, key: bytes) -> bool:
-        """Whether that BEGIN is of this tip, signed by its coordinator, and has that member."""
+        """Whether that BEGIN is of this tip, is signed by its coordinator, and has that member."""
         has_it = begin.tip == self.tip and any(member.key == key for member in begin.members)
         return has_it and self.participant.is_begun(begin, key)
 
     def _on_elsewhere(self, sender: bytes, elsewhere: msg.Elsewhere, now: float) -> None:
-        """A peer coordinates no more, or is in the round of another, or has left the one that this peer is in. Raises
-        RuleBroken if it has no right to say so."""
+        """A peer says that it does not coordinate, is in another coordinator's round, or has left this peer's round.
+        Raises RuleBroken if it may not say so."""
         participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
-            if not self.lead.is_of(elsewhere.begin.round):  # else it is in this peer's round, and has said so before
+            if not self.lead.is_of(elsewhere.begin.round):  # otherwise the sender is in this peer's round
                 self.out.extend(self.lead.elsewhere(sender, now, coordinator=elsewhere.begin.ballot.coordinator))
         elif self._coordinator_of_round() is None and sender == self._successor():
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
-            return  # this peer has asked it nothing
+            return  # this peer has not asked the sender anything
         coordinator = elsewhere.coordinator
         is_known = self.view.is_known(coordinator.key) or self.view.has_met(coordinator.key)
-        if is_known or self.view.hear(sender, [coordinator], now):  # whoever tells of too many has none of them dialled
+        if is_known or self.view.hear(sender, [coordinator], now):  # `hear` limits how many members a sender can name
             self.out.append(Meet(coordinator, instead_of=sender))
 
     # -- states
@@ -272,30 +281,31 @@ class Peer:
     def told(self, key: bytes, tip: Tip, now: float) -> None:
         """A member has said at which state it is."""
         if key == self._me:
-            return  # it knows that better than a message to itself, which may be late
+            return  # a message of this peer to itself may be outdated
         participant, commit = self.participant, self.participant.commit
         if self.keeps_state and not tip.is_state_of(self.tip):
             self.tips.append((key, tip))
-        # If it was in the round that ended its tip, the commit is on its way to it.
+        # A member at the tip before, which was in the round from there, is about to receive the commit.
         follows = commit is not None and commit.tip == tip and key in commit.members
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
         if not tip.outranks(self.tip) or self.view.ignores(key, now):
             return
         if self.keeps_state and not self.view.keeps_state(key):
-            return  # nobody can download it there, so nobody is to wait for it
-        # The round of this tip was committed without this peer: it begins none, and those that wait here hear where.
+            return  # nobody can download that state from an auxiliary peer, so it does not count
+        # The round of this tip was committed without this peer. So this peer begins none, and tells the members that
+        # wait for it.
         if self.lead.is_before_begin:
             self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
         if participant.begin is None and participant.input is not None and participant.input.tip is None:
-            self.move(tip, now)  # the input does not depend on a state: go on from where the others are
+            self.move(tip, now)  # the input does not depend on a state, so continue from the state of the others
         self.news += 1
 
     def move(self, tip: Tip, now: float, *, made: bool = False) -> None:
-        """Be at another state, which was downloaded, or which this peer has `made` alone. All members are told, also
-        where it was: if that is another side of a fork, they may not have heard of it."""
+        """Move to another state, which this peer has downloaded, or has `made` alone. Tells all members. After a
+        download, tells them the old state as well: it may be on a side of a fork of which they have not heard."""
         if self.tip.epoch and not made:
             self._send(self.view.others(), self.hello())
         self.participant.move(tip)
@@ -305,8 +315,8 @@ class Peer:
         self._send(self.view.others(), self.hello())
 
     def _new_tip(self, now: float, downloaded: bool = False) -> None:
-        # A peer that has downloaded the state does not know who else is there, and if it is its turn to coordinate,
-        # they have to hear of it first.
+        # A peer that has downloaded the state does not know which members are at it. If it is this peer's turn to
+        # coordinate, they must first hear of it.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
         self.doubts.new_tip()
         self._history.punctuality.new_tip()
@@ -315,12 +325,13 @@ class Peer:
             self._lead_nothing()
         self.news += 1
         if self.participant.silence.patience.remembers:
-            self._hold_to_deadlines(now)  # one that has held up too many rounds is not to begin this one first
+            # Doubt a coordinator that has held up too many rounds before it begins this one.
+            self._hold_to_deadlines(now)
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
         if commit.tip != self.tip or participant.missed is not None:
-            return  # passed on by another member before, or of a state that this peer does not have
+            return  # another member has passed it on before, or this peer is at another state
         begin = participant.begin
         require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
         require(self._may_decide(commit.coordinator), "COMMIT of a coordinator that is no member")
@@ -331,10 +342,10 @@ class Peer:
         if self.keeps_state and not participant.holds(commit) and not self._is_credible(commit, now):
             return
         if begin is not None and begin.round != commit.round:
-            # Another round of this tip than the one that this peer is in, whose members must hear that it is void.
+            # This peer is in another round of this tip. The members of that round must hear that it is void.
             self._send([m.key for m in begin.members if m.key != self._me], commit)
         self.view.hear(sender, commit.view, now)
-        # The coordinator may not reach all whom this peer reaches.
+        # The coordinator may not reach all members that this peer reaches.
         reached = {sender, *(member.key for member in commit.view)}
         self._send([key for key in self.view.others() if key not in reached], commit)
         if participant.holds(commit) or not self.keeps_state:
@@ -345,14 +356,14 @@ class Peer:
         self.news += 1
 
     def _is_credible(self, commit: msg.Commit, now: float) -> bool:
-        """Whether that commit is signed, by a member whose last one was not void."""
+        """Whether that commit is signed by a peer that may decide, and no void commit of that peer is too recent."""
         until, _ = self._void.get(commit.coordinator, (now, 0.0))
         by = commit.coordinator
         return until <= now and self._may_decide(by) and self._is_signed(commit, by)
 
     def _may_decide(self, key: bytes) -> bool:
-        """Whether that peer may coordinate a round of this tip: it is a member here, or was until it was lost. Whoever
-        makes up a key for each of its COMMITs could otherwise stop the run with void ones."""
+        """Whether that peer may coordinate a round of this tip: it is or was a member here. Otherwise an attacker could
+        stop the run with void COMMITs, each signed with a new key."""
         participant, last = self.participant, self.participant.commit
         was_in_the_last = last is not None and key in last.members
         return self.view.has_met(key) or key in participant.asked or participant.is_with(key) or was_in_the_last
@@ -368,31 +379,31 @@ class Peer:
             out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
             led, patience = commit.coordinator == self._me, self.participant.silence.patience
             for key in [key for key, alone in self._postponed.items() if alone and led]:
-                patience.held_up(key, now)  # nothing has come of what it said, so a round has waited in vain
+                patience.held_up(key, now)  # it said that it was in another round, so this one waited in vain
             patience.committed(out, commit.coordinator, now, led=led)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
-        if until + seconds <= now:  # a liar may well do its work in between
+        if until + seconds <= now:  # a liar may behave well for a while
             self._void.pop(commit.coordinator, None)
         self.participant.advance(commit)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
 
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
-        """The result of a round that this peer has missed, or did not use, is here; see `Participant.has_result`."""
+        """This peer has fetched the result of a round that it missed or did not use; see `Participant.has_result`."""
         self.participant.has_result(exchange, commit, missed=missed)
         if commit is self.participant.missed:
             self._advance(commit, now)
-            # Those that were in the round believe that this peer is behind.
+            # The members of the round believe that this peer is behind.
             self._send(self.view.others(), self.hello())
 
     def give_up_missed(self, now: float) -> None:
-        """No member can send the result of the missed round: its COMMIT is void, and the round is made again."""
+        """No member can send the result of the missed round. So its COMMIT is void, and the round is repeated."""
         if (commit := self.participant.missed) is not None:
             _, seconds = self._void.get(commit.coordinator, (now, FIRST_VOID_SECONDS / 2))
             seconds = min(2 * seconds, LONGEST_VOID_SECONDS)
             self._void[commit.coordinator] = now + seconds, seconds
-            # It is not waited for once more at this tip, and for less time in the rounds that follow.
+            # Do not wait for that coordinator again at this tip, and less long in the rounds that follow.
             self.doubts.doubt(commit.coordinator)
             self.participant.silence.patience.held_up(commit.coordinator, now)
         self.participant.give_up_missed()
@@ -402,21 +413,21 @@ class Peer:
     # -- calls and samples
 
     def _on_call(self, sender: bytes, call: msg.Call) -> None:
-        """A peer that takes itself for the coordinator calls the round of a tip."""
+        """A peer that believes to be the coordinator calls the round of a tip."""
         participant = self.participant
         if call.tip != self.tip:
             self._send([sender], self.hello())
         elif participant.missed is not None:
             self._send([sender], participant.missed)
         elif participant.begin is not None:
-            # If nobody coordinates that round any more, this peer may take it over, or waits for who does.
+            # If nobody coordinates that round any more, this peer takes it over, or waits for the member that does.
             in_it = self.view.members.get(self._coordinator_of_round() or self._me, self.view.me)
             if in_it.key != sender:
                 self._send([sender], msg.Elsewhere(in_it, participant.begin))
         elif participant.coordinator().key == sender:
             self.is_called()
         elif sender in self.view.members:
-            # One of the two does not know a member whom the other knows: they tell each other.
+            # One of the two knows a member that the other does not know, so they exchange HELLO.
             self.out.append(Meet(self.view.members[sender]))
 
     def is_called(self) -> None:
@@ -425,8 +436,8 @@ class Peer:
         self.news += 1
 
     def _on_progress(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
-        """A member reports its samples, or that it is loading the state. The answer is what all members have, or where
-        to report instead."""
+        """A member reports its samples, or that it is downloading the state. The answer says how many samples all
+        members have, or where to report instead."""
         if sender not in self.view.members:
             return self.hello()
         if not report.loading:
@@ -436,18 +447,18 @@ class Peer:
             return elsewhere
         lead = self._leading(now)
         if report.loading and not lead.is_before_begin:
-            return self.hello()  # the round that follows its state can't wait for it any more
+            return self.hello()  # the round from that state has begun, and can't wait for the member
         answer, actions = lead.progress(sender, report, now)
         self.out.extend(actions)
         return answer
 
     def expect_join(self, sender: bytes, join: msg.Join) -> None:
-        """A JOIN has arrived, and waits for its tip."""
+        """A JOIN has arrived. The driver passes it on when this peer is at its tip."""
         self._joining[sender] = join
 
     def _on_join(self, sender: bytes, join: msg.Join, gathered: bytes, now: float) -> Answer:
-        """A member's input is ready. The JOIN is void if the member has said otherwise since it was expected. Raises
-        Refused for a JOIN that breaks a rule."""
+        """A member's input is ready. The JOIN is void if the member has withdrawn or replaced it since `expect_join`.
+        Raises Refused for a JOIN that breaks a rule."""
         is_void = self._joining.get(sender) is not join
         if not is_void:
             del self._joining[sender]
@@ -467,18 +478,18 @@ class Peer:
             lead.expected.setdefault(sender, join.sender)
             self.out.extend(lead.join(sender, join, gathered, now))
         elif sender not in self.view.members:
-            return self.hello()  # it was lost here meanwhile, and may not know that
+            return self.hello()  # this peer has lost the sender meanwhile, and the sender may not know that
         return msg.Joined(self.tip)
 
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
-        """A member reports to, or joins, the coordinator of that tip."""
+        """A member has sent a report or a JOIN for that tip. If the tip's round was committed, send it the COMMIT."""
         self.told(sender, tip, now)
         for commit in self.participant.commits:
             if commit.tip == tip and sender != self._me:
-                self._send([sender], commit)  # it has missed that
+                self._send([sender], commit)
 
     def _elsewhere(self, tip: Tip) -> Answer:
-        """What to answer to a message to the coordinator of that tip; None if that is this peer."""
+        """The answer to a message for the coordinator of that tip; None if this peer is the coordinator."""
         if tip != self.tip or self.participant.missed is not None:
             return self.hello()
         if not self.lead.over:
@@ -489,15 +500,15 @@ class Peer:
     # -- coordinating
 
     def settle(self, now: float) -> None:
-        """Not everybody may have been found yet (before the first commit of a run, or when this peer was away): BEGIN
-        waits."""
+        """Let BEGIN wait, because some members may not have been found yet: before the first commit of a run, or after
+        this peer was away."""
         self._settled_at = self.lead.settled_at = now + SETTLE_SECONDS
 
     def _leading(self, now: float) -> Coordinator:
-        """The coordinator of this tip, which this peer is."""
+        """This peer's `Coordinator` of this tip; makes a new one if the last one is over."""
         if self.lead.over:
             commit = self.participant.commit
-            # A member that was put out of the last round is in no view, and is not waited for.
+            # A COMMIT's view lacks the members that were put out of the round. BEGIN does not wait for those.
             veterans = frozenset(commit.members) & {m.key for m in commit.view} if commit is not None else frozenset()
             self.lead = Coordinator(
                 self._me,
@@ -511,21 +522,21 @@ class Peer:
                 last=self.last,
                 haste=self.doubts.haste(),
                 patience=self.participant.silence.patience,
-                ballot=self.lead.ballot,  # under one ballot it begins one round, whoever knows of the one before
+                ballot=self.lead.ballot,  # so that this peer never begins two rounds under one ballot
                 postponed=self._postponed,
             )
             self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
 
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
-        """Coordinate this tip no more: those that have reported or joined here hear why. A JOIN of this peer is void,
-        too."""
+        """Stop coordinating this tip, and tell the members that have reported or joined here why. A JOIN of this peer
+        to itself is void."""
         self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
         self.participant.rejoin(self._me)
         self._lead_nothing(self.lead.ballot)
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
-        """A member says how it gets on in a round. Raises Refused if it has no right to say so."""
+        """A member sends DONE, BROKEN or WAITING. Raises Refused if it may not say so."""
         lead = self.lead
         if isinstance(notice, msg.Waiting):
             self.participant.on_waiting(sender, notice, now)
@@ -544,8 +555,8 @@ class Peer:
                 lead.wait(now)
 
     def _will_not_take_over(self, sender: bytes, broken: msg.Broken, now: float) -> None:
-        """The member that coordinates the round of this peer, or is to take it over, has given it up. If this peer was
-        done, something may be decided, and another takes it over."""
+        """A member has given up the round that it coordinates, or was to take over. If this peer was done, a result may
+        be decided, so another member takes the round over. Otherwise the round fails here."""
         participant, begin = self.participant, self.participant.begin
         is_of_it = begin is not None and begin.round == broken.round
         if not is_of_it or sender != (self._coordinator_of_round() or self._successor()):
@@ -557,7 +568,7 @@ class Peer:
             self.succeed(now)
 
     def wake_at(self) -> float | None:
-        """When `tick` has something to do if nothing happens before; None if never."""
+        """When to call `tick` if nothing else happens; None if never."""
         return self.lead.wake_at()
 
     def tick(self, now: float) -> None:
@@ -586,33 +597,33 @@ class Peer:
             self.out.extend(lead.expect(self.view.connected(), now))
 
     def say(self, me: Member, now: float) -> None:
-        """This peer says that of itself from now on, and tells all."""
+        """Change what this peer says of itself, and tell all members."""
         self.view.say(me)
-        self.participant.rejoin()  # its JOIN says something else
+        self.participant.rejoin()  # the JOIN has the old description of this peer
         self._send(self.view.others(), self.hello())
         self.members_changed(now)
 
     def lost(self, key: bytes, known: bool, now: float) -> None:
-        """A peer is gone; `known` as a member until now."""
+        """A peer is lost. `known` says whether it was a member until now."""
         participant = self.participant
         self._joining.pop(key, None)
         self._shown.pop(key, None)
         for commit in participant.commits if known else ():
-            # It may have been the coordinator, and may have died before all had its COMMIT. Who comes back and leaves
-            # again and again has nobody say so to all each time.
+            # The lost peer may have been a coordinator that died before all members had its COMMIT. This happens once
+            # for each peer and COMMIT, so that one that comes and goes does not cause many messages.
             if (key, commit.round) not in self._passed_on:
                 self._passed_on[key, commit.round] = None
                 self._send([other for other in commit.members if other not in (key, self._me)], commit)
-        # If this peer coordinates, its coordinator has heard of the loss.
+        # If this peer coordinates the round itself, its coordinator knows of the loss.
         if participant.is_with(key) and self._coordinator_of_round() not in (None, self._me):
             participant.complain(key, "the connection to it was lost", fault=False)
         participant.lost(key)
         self.succeed(now)
 
     def _coordinator_of_round(self) -> bytes | None:
-        """The coordinator of the round that this peer is in; None if it is lost, or gave way to another."""
+        """The coordinator of the round that this peer is in; None if it is lost, deposed, or has given the round up."""
         participant, coordinator = self.participant, self.participant.ballot.coordinator
-        # It may have begun to coordinate another round of this tip since.
+        # This peer itself may have given way, and may coordinate another round of this tip by now.
         begin, lead = participant.begin, self.lead
         leads = begin is not None and lead.is_of(begin.round) and lead.phase is not Phase.ABORTED
         gave_way = coordinator == self._me and begin is not None and not leads
@@ -620,7 +631,7 @@ class Peer:
         return coordinator if is_there and not gave_way else None
 
     def succeed(self, now: float) -> None:
-        """If nobody coordinates the round that this peer is in: take over, or tell the member whose turn it is."""
+        """If nobody coordinates the round that this peer is in, take it over, or tell the member whose turn it is."""
         participant = self.participant
         begin, ballot = participant.begin, participant.ballot
         if begin is None or self._coordinator_of_round() is not None or self._asks_to_take_over(begin):
@@ -649,7 +660,7 @@ class Peer:
             )
             self.out.extend(self.lead.start_survey(now))
         elif successor is not None:
-            # It may not even have the BEGIN.
+            # The successor may not even have the BEGIN.
             gathered = msgspec.msgpack.encode(participant.gathered)
             self._send([successor], msg.Orphaned(begin), [gathered])
             self._tell_doubts(successor)
@@ -662,7 +673,7 @@ class Peer:
         return lead.is_of(begin.round) and not lead.over and lead.ballot > self.participant.ballot
 
     def _successor(self) -> bytes | None:
-        """The member that is to take over the round that this peer is in; None if nobody in reach can."""
+        """The member whose turn it is to take over this peer's round; None if no reachable member can."""
         participant, begin = self.participant, self.participant.begin
         keys = {member.key for member in begin.members} if begin is not None else set()
         able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
@@ -670,7 +681,7 @@ class Peer:
         return next((key for key in able if key not in not_able), None)
 
     def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
-        """A member of a round has lost its coordinator and takes this peer for the successor."""
+        """A member has lost the coordinator of its round and believes that this peer is the successor."""
         begin, participant = orphaned.begin, self.participant
         require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
         commit = participant.commit_of(begin.round)
@@ -681,12 +692,12 @@ class Peer:
             if begin.round == participant.over:
                 self._send([sender], msg.Elsewhere(participant.coordinator()))  # the coordinator had ended it
             else:
-                self._send([sender], msg.Broken(begin.round, self._me, False, "it is in that round no more"))
+                self._send([sender], msg.Broken(begin.round, self._me, False, "it has left that round"))
             return
         if participant.begin is None and not self.view.reaches(begin.ballot.coordinator):
             participant.enter(sender, begin, buffers, now, relayed=True)
         if participant.begin is not None and participant.begin.round == begin.round:
-            self.succeed(now)  # unless the coordinator is still there for this peer
+            self.succeed(now)  # does nothing if this peer still reaches the coordinator
 
     # -- doubts
 
@@ -707,12 +718,12 @@ class Peer:
         """Doubt the coordinator of this tip if it has missed a deadline, and tell the next candidate."""
         participant = self.participant
         self.doubts.look(now)
-        self._count_doubts(now)  # some that did not doubt may be lost by now
+        self._count_doubts(now)  # the loss of members without doubts can make a majority
         self._take_over()
         following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), None)
         if following is None:
-            # It doubts all whom it could follow, and others may doubt fewer of them. If not all knew who is doubted by
-            # most, each could wait for another one for ever.
+            # This peer doubts all candidates, and other members may doubt fewer. So it tells all members: if they did
+            # not all know which candidates most members doubt, they could wait for different ones for ever.
             others = [member.key for member in self.view.connected() if member.key != self._me]
             for doubt in self.doubts.own:
                 self._send(others, doubt)
@@ -731,15 +742,16 @@ class Peer:
             return
         require(self._may_decide(doubt.of) or self.view.has_met(doubt.of), "a doubt of a peer that is no member")
         is_new = self.doubts.heard(doubt)
-        if not self.view.reaches(doubt.of):  # it does not wait for it; but the sender does, and most must doubt it
+        # This peer does not wait for a peer that it can't reach. But the sender does, and needs a majority of doubts.
+        if not self.view.reaches(doubt.of):
             self.doubts.doubt(doubt.of)
         if doubt.of in self.participant.deposed:
             self._show_evidence(sender)
-        if is_new:  # all are counted, so once for each that comes, and every second
+        if is_new:  # counting takes time, so it is done only for new doubts, and every second
             self._count_doubts(now)
 
     def _count_doubts(self, now: float) -> None:
-        """If most members doubt a coordinator, it is deposed, and this peer takes over if it is the next."""
+        """Depose coordinators that most members doubt, and take over if it is this peer's turn."""
         participant, new = self.participant, self.doubts.doubted_by_most()
         if not new:
             return
@@ -750,15 +762,16 @@ class Peer:
             self._leading(now)
 
     def _take_over(self) -> None:
-        """Tell all members that this peer coordinates, since most doubt those before it. To be called every second as
-        long as that is so: who was away does not know, and may be one of these, and wait for the others."""
+        """Tell all members that this peer coordinates, because most members doubt the candidates before it. Called
+        every second, for members that were away: one of these candidates may be among them."""
         if self.participant.begin is None and self.participant.coordinator().key == self._me:
             for key in filter(self.view.reaches, self.view.others()):
                 self._show_evidence(key)
 
     def _show_evidence(self, key: bytes) -> None:
-        """Once, since it is long and doubts come every second; but again if there is more of it, since that member
-        counts over those that it reaches itself, or if it was lost meanwhile."""
+        """Send a member the doubts for which coordinators were deposed. They are long, and doubts arrive every second,
+        so this happens only once for each member. It happens again if there are more of them, because the member counts
+        only doubts of members that it reaches itself, or if the member was lost meanwhile."""
         evidence = self.doubts.evidence
         if self._shown.get(key, 0) < len(evidence):
             self._shown[key] = len(evidence)
@@ -768,10 +781,10 @@ class Peer:
         if keys:
             self.doubts.depose(keys)
             self.news += 1
-            self.changes += 1  # who has reported to it reports to the next
+            self.changes += 1  # members that have reported to a deposed coordinator report to the next one
 
     def _on_take_over(self, sender: bytes, message: msg.TakeOver) -> None:
-        """A member coordinates this tip, since most doubt those before it."""
+        """A member coordinates this tip, because most members doubt the candidates before it."""
         participant = self.participant
         if message.tip != self.tip:
             self._send([sender], self.hello())
@@ -787,19 +800,18 @@ class Peer:
     # -- signs of life and progress
 
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
-        """See whether the round makes progress and has a coordinator; to be called every second. See
-        `Participant.look`."""
+        """Check whether the round makes progress and has a coordinator. Called every second. See `Participant.look`."""
         self.participant.look(moved, now)
         silence = self.participant.silence
         self.lead.saw(self._me, silence.signs, now)
-        # A member that lacks something complains before that.
+        # A member that lacks something complains before this time is over.
         late_after = silence.reducer_timeout
         self.out.extend(self.lead.hurry(lambda key: silence.patience.of(key, late_after, now) + COMPLAINT_SECONDS, now))
         self._hold_to_deadlines(now)
         self.succeed(now)
 
     def awaited(self, now: float) -> list[bytes]:
-        """The peers that this one waits for in a round, or on the way to one."""
+        """The peers that this peer waits for in a round, or until one begins."""
         lead, participant = self.lead, self.participant
         if not lead.over and lead.phase is not Phase.COUNTING:
             return lead.live() if lead.begin is not None else list(lead.expected)
@@ -808,7 +820,7 @@ class Peer:
         return [participant.joined] if participant.state is State.JOINED else []
 
     def _next_in_turn(self, now: float) -> list[bytes]:
-        """A few members of the round, if it does not get on here: it may get on there."""
+        """A few members of the round, to be asked whether it makes progress there, if it makes none here."""
         begin = self.participant.begin
         if begin is None or now - self.participant.stands_since < 1.0:
             return []
@@ -818,12 +830,12 @@ class Peer:
         return turn
 
     def ping(self) -> msg.Ping:
-        """What to ask a peer that this one waits for."""
+        """The PING for a peer that this peer waits for."""
         begin = self.participant.begin
         return msg.Ping(begin.round if begin is not None else b"")
 
     def _pong(self, ping: msg.Ping) -> msg.Pong:
-        """How the round goes in which a member is."""
+        """The answer to a member's PING: whether the round in it makes progress."""
         participant, lead = self.participant, self.lead
         leads = not lead.over and lead.is_of(ping.round)
         is_in = participant.begin is not None and participant.begin.round == ping.round

@@ -1,4 +1,4 @@
-"""How a round divides its vector: into chunks, and the chunks among the reducers. Pure functions."""
+"""Divides the vector of a round into chunks, and the chunks among the reducers. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SlowLink = tuple[int, int, float]  # the two peers, by number, and the rate
 
 
 class NobodyReduces(ValueError, AssertionError):
-    """No peer of the group can reduce anything: each has bandwidth 0. (An AssertionError too, as in the reference.)"""
+    """No peer of the group can reduce anything, because each has bandwidth 0. (It is an AssertionError, too, as in
+    hivemind.)"""
 
 
 def best_shares(
@@ -26,38 +27,40 @@ def best_shares(
     """The fractions of the vector that members with these bandwidths reduce in the fastest round; they add up to 1.
 
     Args:
-        bandwidths: of all members, in any one unit, finite and not negative; a member with 0 reduces nothing (a client)
-            but sends its input and gets the result as all do.
-        auxiliary: those of members that have no input and want no result; their shares come last.
-        slow: links that carry less than those at their ends do, each way and in the same unit, above 0; the members are
-            numbered as their shares are.
+        bandwidths: the bandwidths of the contributing members, in any one unit, finite and not negative. A member with
+            0 (a client) reduces nothing, but sends its input and receives the result like all others.
+        auxiliary: the bandwidths of members that have no input and receive no result; their shares come last.
+        slow: links with a lower rate than the bandwidths of their two members, each way and in the same unit, above 0.
+            Members are numbered like their shares.
 
-    Raises NobodyReduces if all are 0.
+    Raises:
+        NobodyReduces: if all bandwidths are 0.
 
     [Note: the fastest division]
-    Let n members average a vector of length 1, member i with bandwidth b_i reducing the share w_i. It sends what others
-    reduce, 1 - w_i, and its share's average to n - 1 members: 1 + (n - 2) w_i in all, and it receives as much. So its
-    link is busy for t_i = (1 + (n - 2) w_i) / b_i, both ways at once where links are full duplex (where they are not,
-    all times double). Which w makes the largest t_i smallest? (hivemind solves the same linear program by an interior
-    point method: load_balancing.py.)
+    Let n members average a vector of length 1. Member i has bandwidth b_i and reduces the share w_i. It sends what
+    others reduce, 1 - w_i, and the average of its share to n - 1 members. That is 1 + (n - 2) w_i in all, and it
+    receives as much. So its link is busy for t_i = (1 + (n - 2) w_i) / b_i, in both directions at once on full-duplex
+    links (on others, all times double). We look for the w that minimises the largest t_i. (hivemind solves the same
+    linear program by an interior point method: load_balancing.py.)
 
-    For n > 2, let all who reduce end at the same time t: then w_i = (t b_i - 1) / (n - 2), which is positive where
-    t b_i > 1. If k members reduce, the sum of w_i being 1 gives t = (n - 2 + k) / (sum of their b_i). They are the k
-    fastest: were a slower one among them and a faster one not, t b_i > 1 would hold for the faster one too. And k is
-    the largest number for which the slowest of them still has t b_i > 1: those left out have t b_i <= 1, so even with a
-    share of nothing they end no sooner than t, and any share of theirs would end after t. No other w ends before t: a
-    member that reduces less leaves more to the others, of whom one then ends later.
+    For n > 2, let all reducers end at the same time t. Then w_i = (t b_i - 1) / (n - 2), which is positive if t b_i >
+    1. If k members reduce, their w_i sum to 1, so t = (n - 2 + k) / (sum of their b_i). They are the k fastest members:
+    if a slower one reduced and a faster one did not, t b_i > 1 would hold for the faster one too. And k is the largest
+    number for which the slowest of the k has t b_i > 1. The others have t b_i <= 1, so they end no sooner than t even
+    without a share, and with any share they end after t. No other w ends before t: if a member reduces less, the others
+    must reduce more, and one of them ends later.
 
-    A member left out ends at 1 / b_i, which may be after t: then it alone says when the round ends, several divisions
-    are equally fast, and this one is the fastest for everyone else. For n = 2 all divisions are equally fast, for n = 1
-    there is one: they are divided by bandwidth.
+    A member that reduces nothing ends at 1 / b_i, which may be after t. Then it alone determines the end of the round;
+    several divisions are equally fast, and this one is the fastest for all other members. For n = 2 all divisions are
+    equally fast, and for n = 1 there is only one; then the shares are proportional to bandwidth.
 
-    An auxiliary member only gets and returns its share, n times: t_i = n w_i / b_i, so w_i = t b_i / n whatever the
-    others do. With a for the sum of their b_i, t = (n - 2 + k) / (sum of the k b_i + a (n - 2) / n). For n = 2 the
-    members end at 1 / b_i whatever they reduce, so w_i is at most what an auxiliary can do until then.
+    An auxiliary member only receives and returns its share, n times: t_i = n w_i / b_i. So w_i = t b_i / n, whatever
+    the others do. If a is the sum of the auxiliary b_i, t = (n - 2 + k) / (sum of the k b_i + a (n - 2) / n). For n = 2
+    the members end at 1 / b_i whatever they reduce, so an auxiliary member's w_i is at most what it can reduce until
+    then.
 
-    The link between i and j carries the share w_i of the one's vector or result, and w_j of the other's, each way. So
-    where it carries only r, it is busy for (w_i + w_j) / r; see `_sparing`.
+    The link between i and j carries w_i of one vector or result, and w_j of the other, each way. So a link with the
+    rate r is busy for (w_i + w_j) / r; see `_sparing`.
     """
     fastest = max((*bandwidths, *auxiliary), default=0.0)
     if not fastest > 0:
@@ -71,7 +74,7 @@ def best_shares(
         end = max(1 / b for b in members if b) if size == 2 else 0.0
         lent = [min(b / sum(members + helpers), end * b / size) for b in helpers]
         left = 1 - sum(lent)
-        shares = [left * (b / sum(members)) for b in members] + lent  # the quotient first: it can't overflow
+        shares = [left * (b / sum(members)) for b in members] + lent  # divides first, so that nothing overflows
     elif size <= 2:
         shares = members + helpers
     else:
@@ -94,15 +97,16 @@ def _sparing(
     slow: Sequence[SlowLink],
     earliest: float,
 ) -> list[float]:
-    """The shares of the fastest round, about, if slow links do not let those that would end `earliest` do so.
+    """The approximate shares of the fastest round with slow links. `shares` are the best ones without slow links, and
+    `earliest` is the time at which that round would end.
 
     [Note: slow links]
-    Until the time t, member i can reduce (t b_i - 1) / (n - 2), an auxiliary t b_i / n; and over a slow link
-    w_i + w_j <= t r; or t' r, if the slowest member sends its own vector until t' > t. The largest sum of such w grows
-    with t, and the round ends when it is 1: that t is found by halving. For one t, the largest sum is a linear program
-    with two unknowns in each row. `_thin` solves it nearly: it starts from what each can do and takes away where most
-    slow links meet. (Of 2,000 cases of 3 to 5 members and up to 4 slow links, drawn at random, the round takes 0.05 %
-    longer than the best one on average, and 13 % in the worst.)
+    Until the time t, member i can reduce (t b_i - 1) / (n - 2), and an auxiliary member t b_i / n. A slow link allows
+    w_i + w_j <= t r; or t' r, if the slowest member sends its own vector until t' > t. The largest possible sum of the
+    w grows with t, and the round ends when the sum is 1. Bisection finds that t. For a given t, the largest sum is a
+    linear program with two unknowns in each constraint. `_thin` solves it approximately: it starts from what each
+    member can do, and takes away from the members with the most slow links. (In 2,000 random cases with 3 to 5 members
+    and up to 4 slow links, the round takes 0.05 % longer than the best one on average, and 13 % in the worst case.)
     """
     slowest = min((b for b in members if b), default=math.inf)
 
@@ -127,8 +131,8 @@ def _sparing(
 
 
 def _thin(shares: list[float], slow: Sequence[SlowLink]) -> None:
-    """Lower shares until no slow link has more than it carries. Those that are at the most links that have too much
-    fall together, until one of these has no longer too much, or a share is 0."""
+    """Lower shares in place until no slow link is overloaded. The members at the most overloaded links are lowered
+    together, until one of these links is not overloaded any more or a share is 0."""
     for one, other, most in slow:
         shares[one], shares[other] = min(shares[one], most), min(shares[other], most)
     while over := [
@@ -146,27 +150,34 @@ def _thin(shares: list[float], slow: Sequence[SlowLink]) -> None:
 
 
 def filled(bandwidths: Sequence[float | None]) -> list[float]:
-    """The bandwidths, where the mean of those above 0 (1 if there is none) replaces unknown ones."""
+    """The bandwidths, with unknown ones replaced by the mean of those above 0 (by 1 if there is none)."""
     known = [bandwidth for bandwidth in bandwidths if bandwidth]
     mean = math.fsum(bandwidth / len(known) for bandwidth in known) if known else 1.0
     return [mean if bandwidth is None else bandwidth for bandwidth in bandwidths]
 
 
 def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min_size: int = 0) -> tuple[int, ...]:
-    """How many elements of a vector each peer reduces in the fastest round, by `best_shares`.
+    """How many elements of a vector each peer reduces, so that the round is as fast as possible.
 
     >>> load_balance_peers(60, [0.55, 0.44, 0.40])
     (35, 16, 9)
 
+    The note in `best_shares` derives the algorithm, which is Shoal's own. It solves the linear program of hivemind's
+    function of the same name in closed form.
+
     Args:
-        vector_size: elements to divide, at least 0.
-        bandwidths: of each peer, in any one unit, not negative. 0: it reduces nothing. None: not known, taken for the
-            mean of those that are known and not 0; if none is, all peers with None share alike.
-        min_size: a peer that would reduce fewer elements reduces nothing, unless all would.
+        vector_size: the number of elements to divide, at least 0.
+        bandwidths: the bandwidth of each peer, in any one unit, finite and not negative. A peer with 0 reduces nothing.
+            None means not known, and counts as the mean of the known ones above 0; if there is none, all peers with
+            None get equal shares.
+        min_size: a peer that would reduce fewer elements than this reduces nothing, unless this holds for all peers; 0
+            by default.
 
-    Returns as many numbers as there are bandwidths, with the sum `vector_size`.
+    Returns:
+        The number of elements of each peer, in the order of `bandwidths`; their sum is `vector_size`.
 
-    Raises ValueError for a negative or infinite number, NobodyReduces (a ValueError, too) if nobody can reduce.
+    Raises:
+        ValueError: if a number is negative or infinite, or if no peer can reduce because all bandwidths are 0.
     """
     if vector_size < 0:
         raise ValueError(f"vector_size={vector_size}: give a number of elements, at least 0")
@@ -181,8 +192,8 @@ def load_balance_peers(vector_size: int, bandwidths: Sequence[float | None], min
 
 
 def _rounded(exact: Sequence[float], total: int) -> list[int]:
-    """The numbers, which add up to `total`, as whole ones that do so, too: what is left by rounding down goes to those
-    that lost most by it."""
+    """Round numbers with the sum `total` to integers with the same sum. The numbers are rounded down, and those that
+    lost the most are then increased by 1."""
     sizes = [math.floor(size) for size in exact]
     by_loss = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
     for index in by_loss[: total - sum(sizes)]:
@@ -190,25 +201,26 @@ def _rounded(exact: Sequence[float], total: int) -> list[int]:
     return sizes
 
 
-HALVINGS = 30  # of the time that a round takes: to a billionth
-MAX_SLOW_LINKS = 64  # of all members together, the slowest ones: more would be no exception, and cost time
-EVEN = 1.2  # rates that differ by less count as equal: they were measured
-SOON_SECONDS = 0.2  # what carries its bytes of a round in that time is as good as any: less cannot be measured well
+HALVINGS = 30  # steps of the bisection of a round's time, which give it to a billionth
+MAX_SLOW_LINKS = 64  # only the slowest links of all members count: with more of them, slow links are the rule
+EVEN = 1.2  # measured rates that differ by a smaller factor count as equal
+SOON_SECONDS = 0.2  # links that carry their bytes of a round in this time count as equally fast
 
 CHUNK_ELEMENTS = 1 << 20  # 4 MiB of float32: the longer a chunk, the less often a thread needs the GIL
 SMALLEST_CHUNK = 1 << 12
-CHUNKS_PER_REDUCER = 4  # of a small vector: enough to overlap sending, reducing and receiving
-WORTH_ELEMENTS = 1 << 17  # half a MiB of float32: below that, the fixed cost of chunks is most of a round
+CHUNKS_PER_REDUCER = 4  # for a small vector: enough to overlap sending, reducing and receiving
+WORTH_ELEMENTS = 1 << 17  # half a MiB of float32; for smaller chunks, their fixed cost is most of the round's time
 
 
 def largest_chunk(itemsizes: Iterable[int]) -> int:
-    """The largest number of elements of a chunk: CHUNK_ELEMENTS, or less for elements of many bytes."""
+    """The largest number of elements of a chunk: CHUNK_ELEMENTS, or fewer for large elements. `itemsizes` are their
+    sizes in bytes."""
     return min(CHUNK_ELEMENTS, MAX_BUFFER_BYTES // max(itemsizes, default=1))
 
 
 def chunk_elements(total: int, reducers: int, largest: int = CHUNK_ELEMENTS) -> int:
-    """How many elements a chunk has, for a vector of `total` elements: `largest`, less for small vectors so that every
-    reducer gets some, more for vectors that would have too many chunks. At least 2**12, at most 2**20."""
+    """The number of elements of a chunk, for a vector of `total` elements: `largest`; fewer for a small vector, so that
+    every reducer gets some chunks; more for a vector that would have too many chunks. At least 2**12, at most 2**20."""
     span = -(-total // max(1, reducers))
     size = -(-span // CHUNKS_PER_REDUCER)
     if span >= WORTH_ELEMENTS:  # two chunks still overlap
@@ -229,8 +241,8 @@ class ChunkSpan:
 
 
 def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
-    """The chunks of buffers with so many elements, in order; none of an empty buffer. Raises ValueError if there are
-    more than MAX_CHUNKS."""
+    """The chunks of buffers with these sizes, in order. An empty buffer has none. Raises ValueError if there are more
+    than MAX_CHUNKS."""
     starts = ((buffer, start, size) for buffer, size in enumerate(sizes) for start in range(0, size, elements))
     table = [ChunkSpan(buffer, start, min(start + elements, size)) for buffer, start, size in starts]
     if len(table) > MAX_CHUNKS:
@@ -246,8 +258,9 @@ def can_divide(members: Sequence[Member]) -> bool:
 
 
 def who_reduce(members: Sequence[Member]) -> list[bool]:
-    """Of each of these members, whether it reduces in a round of theirs: those that can and are reached directly, else
-    those that are relayed, else all that can be dialled, or who is alone."""
+    """Whether each of these members reduces in their round. The reducers are the members that can reduce and are not
+    relayed; if there is none, relayed members that can reduce; if there is none either, all that can be dialled, or a
+    member that is alone."""
     able = [member.reduces for member in members]
     direct = [can and not member.is_relayed for can, member in zip(able, members, strict=True)]
     dialled = [bool(member.addresses) or len(members) == 1 for member in members]
@@ -258,7 +271,7 @@ def _bandwidths(members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: 
     """The bandwidth with which each member reduces, in any unit; 0 for members that do not reduce."""
     given: list[float | None] = [member.bandwidth for member in members]
     if not any(given):
-        soon = max(1.0, 2 * nbytes / SOON_SECONDS)  # nobody sends more than that, about
+        soon = max(1.0, 2 * nbytes / SOON_SECONDS)  # about the most that a member sends
         rates = [told[member.key].own if member.key in told else None for member in members]
         given = _evened([None if rate is None else min(rate, soon) for rate in rates])
     reduces = who_reduce(members)
@@ -267,8 +280,8 @@ def _bandwidths(members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: 
 
 
 def _evened(rates: Sequence[float | None]) -> list[float | None]:
-    """The rates, where those that differ little are their mean: equal peers get equal shares, though no two measure
-    the same. From the fastest on, each group has those that are nearly as fast as its first one."""
+    """The rates, with similar ones replaced by their mean, so that equal peers get equal shares although their measured
+    rates differ. Groups start with the fastest rate; each group has the rates that are nearly as high as its first."""
     groups: list[list[float]] = []
     for rate in sorted((rate for rate in rates if rate is not None), reverse=True):
         if groups and EVEN * rate >= groups[-1][0]:
@@ -282,8 +295,9 @@ def _evened(rates: Sequence[float | None]) -> list[float | None]:
 def _slow_links(
     members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: float
 ) -> list[tuple[bytes, bytes, float]]:
-    """The links of which these members say that they are slow, and that are too slow for this round. Both ends must say
-    so, or half of the others of the same one: a few that lie could have one reduce everything, or nothing."""
+    """The links that members report as slow and that are too slow for this round. A report counts if both ends of the
+    link make it, or if half of the other members report slow links to the same member. Otherwise a few liars could make
+    one member reduce everything, or nothing."""
     if any(member.bandwidth for member in members) or not any(rates.slow for rates in told.values()):
         return []
     soon = 2 * nbytes / max(1, len(members)) / SOON_SECONDS
@@ -306,16 +320,25 @@ def divide(
     told: Mapping[bytes, Rates] | None = None,
     nbytes: float = math.inf,
 ) -> tuple[int, ...]:
-    """Where each member's chunks start, and `chunks` at the end: `len(members) + 1` numbers.
+    """Divide the chunks of a round among its members.
 
-    The shares are those of the fastest round (`best_shares`), to a chunk. Clients, members of bandwidth zero, and those
-    that are relayed get nothing, unless nobody else is there to reduce; members whose share has less than `smallest`
-    chunks get nothing, unless all are such. Raises NobodyReduces if all are clients.
+    The shares are those of the fastest round (`best_shares`), rounded to chunks. Clients, members of bandwidth 0 and
+    relayed members get no chunks, unless no other member can reduce. Members whose share is less than `smallest` chunks
+    get none, unless this holds for all.
 
     Args:
-        told: what members say of the rates of their links, by key. It counts where no member's user has given a
-            bandwidth: that may be in another unit.
-        nbytes: of the vector, as it is sent: what a small one needs, any link carries.
+        chunks: the number of chunks.
+        members: the members, in member order.
+        smallest: see above.
+        told: by key: the rates of its links that a member reports. They count only if no member's user has given a
+            bandwidth, which may be in another unit.
+        nbytes: the encoded size of the vector. For a small vector, all links are fast enough.
+
+    Returns:
+        `len(members) + 1` numbers: where each member's chunks start, and `chunks` at the end.
+
+    Raises:
+        NobodyReduces: if all members are clients.
     """
     told = told or {}
     bandwidths = _bandwidths(members, told, nbytes)

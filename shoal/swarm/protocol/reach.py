@@ -1,5 +1,4 @@
-"""Which members of its run a peer reaches, whom it dials when, and what it says about those that it can't reach. No
-I/O; time is given."""
+"""Which members of its run a peer reaches, when it dials the others, and what it warns of. No I/O; time is given."""
 
 from __future__ import annotations
 
@@ -12,18 +11,19 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.redial import Redial
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 
-PATIENCE = 10.0  # seconds until it is said that somebody is not reached, or that nobody is there
+PATIENCE = 10.0  # seconds until a peer warns that it can't reach a member, or knows no member
 QUIET = 60.0  # seconds between two such warnings
-MAX_NAMED = 8  # members in one warning; of the others it says how many they are
+MAX_NAMED = 8  # members that one warning names; it only counts the others
 
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """What has changed in whom this peer reaches.
+    """A change of the set of members that this peer reaches.
 
     Attributes:
-        num_peers: members of the run that it is connected to, itself included.
-        unreached: those that it knows and does not reach; none when all that it told of are reached or have left.
+        num_peers: the number of members of the run that this peer is connected to, itself included.
+        unreached: the members that it knows and does not reach. Empty when all members in the last warning are reached
+            again or have left.
         advice: what is wrong, and what to do about it; "" when all is well again.
     """
 
@@ -34,15 +34,15 @@ class Reachability:
 
 @dataclass(slots=True)
 class _Missing:
-    """A member that is known and not reached.
+    """A member that this peer knows and does not reach.
 
     Attributes:
-        member: as it was last heard of.
-        since: when it began.
-        was_reached: whether it was lost; otherwise it was never reached.
-        seen: when somebody else first showed that it lives, since it is missing; infinity if nobody did.
-        reason: why it could not be reached, when that was last tried.
-        told: whether that was said.
+        member: the last known description of the member.
+        since: when it went missing.
+        was_reached: whether this peer has reached it before, and lost it.
+        seen: when another peer first showed that the member is alive, since it went missing; infinity if none did.
+        reason: why the last attempt to reach it failed.
+        told: whether a warning has named it.
     """
 
     member: Member
@@ -54,20 +54,20 @@ class _Missing:
 
 
 class Reaching:
-    """Keeps account of the members of a run, as one peer knows them.
+    """Records which members of a run one peer reaches, and which are missing.
 
-    Nodes and auxiliaries that are missing are dialled (`Redial`), whether or not they are still listed anywhere;
-    clients never, since they listen nowhere; nor a member that has left, until it is listed anew. After 10 s without
-    success there is one warning, which names all members that are missing. A member that was reached and then lost is
-    named only if it is known to live, 10 s after the first sign of that, or if this peer has lost everybody, 10 s after
-    that. A client does not miss other clients as long as it reaches a node.
-
-    Args:
-        run_id: names the run, in warnings.
-        me: this peer.
-        rng: draws the jitter between dials.
+    The peer dials missing nodes and auxiliaries (`Redial`), whether or not they are still listed. It never dials
+    clients, since they listen nowhere, nor members that have left, until they are listed anew. After 10 s without
+    success there is one warning, which names all missing members. A member that was reached and then lost is named only
+    in two cases: 10 s after the first sign that it is alive, or 10 s after this peer has lost all members. A client
+    does not miss other clients as long as it reaches a node.
 
     All times are in seconds of the caller's clock.
+
+    Args:
+        run_id: the name of the run, for warnings.
+        me: this peer.
+        rng: draws the jitter between dials.
     """
 
     def __init__(self, run_id: str, me: Member, rng: random.Random) -> None:
@@ -78,19 +78,19 @@ class Reaching:
         self._missing: dict[bytes, _Missing] = {}  # in the order in which they went missing
         self._left: dict[bytes, None] = {}
         self._hurry_until = self._quiet_until = -math.inf
-        self._quiet_alone_until = -math.inf  # the same for warnings of the loss of everybody
-        self._alone_since = -math.inf  # when the last member was lost that it reached
+        self._quiet_alone_until = -math.inf  # the same for warnings of the loss of all members
+        self._alone_since = -math.inf  # when this peer lost the last member that it reached
         self._knew_somebody = self._told_alone = False
-        self._worried = False  # whether something was said that is not made good yet
+        self._worried = False  # whether a warning still holds
 
     # -- what happens
 
     def begin(self, now: float) -> None:
-        """This peer is in the run."""
+        """This peer has joined the run."""
         self._began = now
 
     def known(self, members: Iterable[Member], now: float, *, listed: bool) -> None:
-        """These are in the run, as the directory has it (`listed`) or as another member says."""
+        """These members are in the run, according to the directory (`listed`) or to another member."""
         for member in members:
             if member.key == self._me.key or member.key in self._reached:
                 continue
@@ -100,24 +100,24 @@ class Reaching:
                 if listed or member.key not in self._left:
                     self._left.pop(member.key, None)
                     self._miss(member, now, was_reached=False)
-            elif listed or now - missing.since >= PATIENCE:  # others may notice a loss that much later
+            elif listed or now - missing.since >= PATIENCE:  # others may notice a loss so much later
                 if missing.seen == math.inf or (listed and missing.member != member):
                     self._redial.hurry(member.peer, now)
                 missing.seen = min(missing.seen, now)
                 missing.member = member if listed else missing.member
 
     def told(self) -> list[PeerID]:
-        """The missing members of which was said that they can't be reached."""
+        """The missing members that a warning has named."""
         return [missing.member.peer for missing in self._missing.values() if missing.told]
 
     def misses(self, key: bytes) -> bool:
-        """Whether that member is known here and not reached."""
+        """Whether this peer knows that member and does not reach it."""
         return key in self._missing
 
     def reached(self, member: Member) -> bool:
-        """The member has spoken. Returns whether that is news."""
+        """The member has sent a message. Returns whether that is news."""
         if member.key == self._me.key or self._reached.get(member.key) == member:
-            return False  # (it is this peer itself if it coordinates and has joined its own round)
+            return False  # (a coordinator joins its own round, so the member may be this peer itself)
         self._knew_somebody = True
         self._missing.pop(member.key, None)
         self._left.pop(member.key, None)
@@ -126,7 +126,7 @@ class Reaching:
         return True
 
     def forget(self, keys: Iterable[bytes], but: Collection[bytes]) -> None:
-        """Others mentioned these, and they gave no sign of themselves, but for those that are listed."""
+        """Forget members that others mentioned and that never gave a sign of life, except those in `but`."""
         for key in keys:
             missing = self._missing.get(key)
             if missing is not None and not missing.was_reached and key not in but:
@@ -134,12 +134,12 @@ class Reaching:
                 self._redial.found(missing.member.peer)
 
     def failed(self, key: bytes, reason: str) -> None:
-        """It was tried to reach that member, in vain."""
+        """An attempt to reach that member has failed."""
         if key in self._missing:
             self._missing[key].reason = reason
 
     def lost(self, key: bytes, now: float) -> bool:
-        """That member can't be reached any more; returns whether it was reached until now."""
+        """This peer does not reach that member any more. Returns whether it did until now."""
         member = self._reach_no_more(key, now)
         if member is not None:
             self._miss(member, now, was_reached=True)
@@ -155,7 +155,8 @@ class Reaching:
             del self._left[next(iter(self._left))]
 
     def hurry(self, now: float) -> None:
-        """This peer was away: whoever is missing, or is found to be lost in the next seconds, may well be there."""
+        """Dial all missing members now, and those that are lost in the next seconds at once. This peer was away, so
+        they may well be there."""
         self._hurry_until = now + PATIENCE
         for missing in self._missing.values():
             self._redial.hurry(missing.member.peer, now)
@@ -164,9 +165,10 @@ class Reaching:
         member = self._reached.pop(key, None)
         if member is not None and not self._reached:
             self._alone_since = now
-            # A warning of somebody else, a short time ago, does not delay the warning of this; one of the same does.
+            # A recent warning of another kind does not delay the warning that all members are lost; one of this kind
+            # does.
             if now >= self._quiet_alone_until:
-                self._quiet_until = now + PATIENCE  # then all that are missing are named at once
+                self._quiet_until = now + PATIENCE  # so that one warning names all missing members
         return member
 
     def _miss(self, member: Member, now: float, *, was_reached: bool) -> None:
@@ -180,11 +182,11 @@ class Reaching:
     # -- what to do
 
     def due(self, now: float) -> list[Member]:
-        """Whom to dial now."""
+        """The members to dial now."""
         return [self._missing[peer.key].member for peer in self._redial.due(now)]
 
     def notice(self, now: float, count_others: Callable[[], int]) -> Reachability | None:
-        """What is to be said now, if anything; `count_others` says how many other nodes the DHT has."""
+        """The report to make now, if there is one. `count_others` returns how many other nodes the DHT has."""
         counting = [missing for missing in self._missing.values() if self._counts_from(missing) <= now]
         new = [missing for missing in counting if not missing.told]
         if new and now >= self._quiet_until:
@@ -207,7 +209,7 @@ class Reaching:
         return None
 
     def next_time(self, now: float) -> float | None:
-        """When to look again if nothing happens until then; None if there is nothing to look after."""
+        """When to call `due` and `notice` again if nothing happens before; None if never."""
         times = [max(self._counts_from(m), self._quiet_until) for m in self._missing.values() if not m.told]
         if (dial_at := self._redial.next_time()) is not None:
             times.append(dial_at)
@@ -216,12 +218,13 @@ class Reaching:
         return min((time for time in times if time < math.inf), default=None)
 
     def _counts_from(self, missing: _Missing) -> float:
-        """From when on that member should be reached; never as long as it may be dead, and while nobody needs it."""
+        """From when on the loss of that member is reported: never as long as it may be dead, or this peer does not need
+        it."""
         if missing.member.role is Role.CLIENT and self._me.role is Role.CLIENT:
             meets_it_at_a_node = any(member.role is not Role.CLIENT for member in self._reached.values())
             return math.inf if meets_it_at_a_node else max(missing.since, self._alone_since) + PATIENCE
         if not missing.was_reached or (missing.told and missing.seen < math.inf):
-            return missing.since + PATIENCE  # what was said of it holds until it is reached
+            return missing.since + PATIENCE  # once a warning has named it, it counts until it is reached
         since_alone = math.inf if self._reached else max(missing.since, self._alone_since)
         return min(since_alone, missing.seen) + PATIENCE
 
@@ -231,7 +234,7 @@ class Reaching:
         return Reachability(1 + len(self._reached), tuple(missing.member.peer for missing in counting), advice)
 
     def _advice(self, new: list[_Missing]) -> str:
-        new = sorted(new, key=lambda missing: missing.member.role is Role.CLIENT)  # nodes first: they can be mended
+        new = sorted(new, key=lambda missing: missing.member.role is Role.CLIENT)  # nodes first: users can repair them
         named = "; ".join(map(_named, new[:MAX_NAMED]))
         more = f"; and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else ""
         others, members = len(self._reached), "member" if len(new) == 1 else "members"

@@ -1,4 +1,5 @@
-"""When a round of a run begins, and what it averages. Equal for all members, except for the times. Pure functions."""
+"""The rules of a run: when a round begins, and what it averages. Equal for all members, except for the times. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -15,30 +16,33 @@ from shoal.swarm.protocol.plan import CHUNK_ELEMENTS
 class Rules:
     """When a round begins, and what it averages.
 
+    "Sizes" are the numbers of elements of flat buffers. "Samples are counted" if `target_samples` is given.
+
     Attributes:
-        sizes: elements of each flat buffer of what every round averages.
-        in_turn: elements of each flat buffer of what rounds average in turn: the one that ends epoch k has the
-            (k mod n)-th of n.
-        matchmaking_time: the longest wait, in seconds, from the CALL to BEGIN. Where samples are not counted, the first
-            member that joins says how long it waits.
-        round_timeout: seconds without progress after which a round ends that this peer began.
-        min_group: the least number of members of a round; where samples are counted, of members that contribute.
-        min_share: of the members that contributed to the last round, so many are needed: with more than a half, of a
-            swarm that falls apart at most one side goes on. 0.0 for no such share.
-        target_group: when so many members have joined, the round begins at once; None for no such number.
-        target_samples: a round is called when the members have so many samples; None if the first JOIN calls it.
-        target_is_each: that is so many for each member that is counted on. What members report need not be samples
-            then: a JOIN counts for nothing, only reports do.
-        ahead: by so much less of the target the first epoch of a run ends.
-        chunk_elements: no chunk is larger, unless there would be too many.
-        element_bytes: how many bytes an element takes on its way, about.
-        smallest_span: members that would reduce fewer elements reduce none.
-        due_sizes: elements of each flat buffer that is averaged, too, in rounds where state is due.
-        state_sizes: elements of each flat buffer of the state itself, which is averaged where it is due and where
-            members hold different ones.
-        state_every: state is due in the rounds that end the epochs of this many, twice this many, and so on.
-        state_always: average the state whenever it is due, whatever the members say of theirs.
-        options_fit: whether the options of a JOIN can be those of the members' steps; others have no vote.
+        sizes: the sizes of the buffers that every round averages.
+        in_turn: the sizes of the buffers that rounds average in turn. With n entries, the round that ends epoch k
+            averages entry k mod n.
+        matchmaking_time: the longest time, in seconds, from CALL to BEGIN. If samples are not counted, the first member
+            that joins decides how long the round waits.
+        round_timeout: a round that this peer has begun ends after this many seconds without progress.
+        min_group: the least number of members of a round. If samples are counted, only members that contribute count.
+        min_share: a round needs this share of the members that contributed to the last round. With more than a half, at
+            most one side of a swarm that falls apart continues. 0.0: no such condition.
+        target_group: a round begins at once when this many members have joined; None: no such number.
+        target_samples: a round is called when the members have this many samples; None: the first JOIN calls it.
+        target_is_each: whether `target_samples` is for each member instead of for all together. Then members may report
+            something other than samples, and JOINs do not count, only reports.
+        ahead: the target of the first epoch of a run is smaller by this.
+        chunk_elements: the most elements of a chunk, unless there would be too many chunks.
+        element_bytes: the approximate encoded size of an element, in bytes.
+        smallest_span: a member that would reduce fewer elements than this reduces none.
+        due_sizes: the sizes of further buffers, which rounds average when state is due.
+        state_sizes: the sizes of the buffers of the state itself. A round averages it if state is due and members hold
+            different states.
+        state_every: state is due in the rounds that end epochs number `state_every`, 2 * `state_every`, and so on,
+            counted from 1.
+        state_always: whether to average the state whenever it is due, even if all members hold the same.
+        options_fit: whether all members could use the options of a JOIN for their steps; other options get no vote.
     """
 
     sizes: tuple[int, ...]
@@ -61,14 +65,15 @@ class Rules:
     in_turn: tuple[tuple[int, ...], ...] = ()
 
     def target(self, epoch: int, members: int) -> float | None:
-        """What all members have together when the round of that epoch is called, if so many are counted on."""
+        """The number of samples of all members at which the round of that epoch is called; None if the first JOIN calls
+        it. `members` is the number of members that are counted on."""
         if self.target_samples is None or not self.target_is_each:
             return self.target_samples
         return (self.target_samples - (0.0 if epoch else self.ahead)) * max(1, members)
 
     def least(self, last: int) -> int:
         """The least number of members of a round, after one to which `last` members contributed."""
-        # 0.1 * 30 is a little more than 3.
+        # Rounded, since in floating point 0.1 * 30 is a little more than 3.
         return max(1, self.min_group, math.ceil(round(self.min_share * last, 6)))
 
     def is_due(self, epoch: int) -> bool:
@@ -82,8 +87,8 @@ class Rules:
     def averages_state(self, epoch: int, joins: Iterable[Join]) -> bool:
         """Whether the round that ends this epoch, with these JOINs, averages the state itself.
 
-        Members with machines of one kind can differ only by a fault, or at the start of a run, and a download makes
-        them equal. So the states compared are those that most members of each kind of machine hold.
+        Members with machines of one kind have different states only after a fault or at the start of a run, and a
+        download makes them equal. So this compares the states that most members with each kind of machine hold.
         """
         if not self.may_average_state(epoch):
             return False
@@ -95,8 +100,8 @@ class Rules:
         return self.state_always or len(usual) > 1
 
     def options(self, joins: Iterable[Join]) -> bytes:
-        """The options with which all members make the step that follows a round with these JOINs: those that most of
-        them hold that hold any, on a tie those with more samples behind them, or b"" if there are none."""
+        """The options with which all members make the step after a round with these JOINs: those that most JOINs with
+        options have, and on a tie those with more samples. b"" if no JOIN has any."""
         votes: Counter[bytes] = Counter()
         samples: defaultdict[bytes, float] = defaultdict(float)
         for join in joins:
@@ -106,7 +111,7 @@ class Rules:
         return max(votes, key=lambda options: (votes[options], samples[options], options), default=b"")
 
     def vector(self, epoch: int, with_state: bool) -> tuple[int, ...]:
-        """Elements of each flat buffer that such a round averages."""
+        """The sizes of all buffers that the round of that epoch averages, with the state itself or without."""
         due = self.due_sizes if self.is_due(epoch) else ()
         turn = self.in_turn[epoch % len(self.in_turn)] if self.in_turn else ()
         return (*self.sizes, *turn, *due, *(self.state_sizes if with_state else ()))

@@ -1,4 +1,4 @@
-"""Which of the states that others are at are of another side, where the run has forked."""
+"""Finds the states of other members that are on another side of a fork of the run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_SIDES = 1024  # states that are remembered
 class Sides:
     """Finds the states of other sides that this peer's state outranks, each once.
 
-    What a member says of its state may come before this peer is at the one that outranks it: it is kept until that is
-    decided. (If it is never outranked, this peer leaves its own state, and says so.)
+    A member may tell its state before this peer is at a state that outranks it. So told states are kept until that is
+    decided. (If this peer's state never outranks it, this peer moves to the other state, and reports that.)
     """
 
     def __init__(self) -> None:
-        self._undecided: dict[bytes, tuple[bytes, Tip]] = {}  # by lineage: who was last heard at it
+        self._undecided: dict[bytes, tuple[bytes, Tip]] = {}  # by lineage: the last member that told it, and the tip
         self._told: dict[bytes, None] = {}  # lineages
 
     def hear(self, key: bytes, tip: Tip) -> None:
@@ -27,14 +27,14 @@ class Sides:
                 del self._undecided[next(iter(self._undecided))]
 
     def remember(self, lineage: bytes) -> None:
-        """Find nothing of that state any more."""
+        """Do not report that state any more."""
         self._undecided.pop(lineage, None)
         self._told[lineage] = None
         if len(self._told) > MAX_SIDES:
             del self._told[next(iter(self._told))]
 
     def find(self, line: Line, mine: Tip) -> list[tuple[bytes, Tip]]:
-        """The members, and their states, that were heard of and divide from the line that leads to `mine`."""
+        """The told states on other sides of a fork than `line`, which leads to `mine`, each with its member."""
         found = []
         for lineage, (key, tip) in list(self._undecided.items()):
             if line.divides_from(tip, mine):

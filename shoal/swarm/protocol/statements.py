@@ -1,4 +1,4 @@
-"""What a peer signs, so that others can pass it on and nobody can deny it."""
+"""Signatures of messages, so that others can pass them on and their authors can't deny them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from blake3 import blake3
 from shoal.p2p.identity import SIGNATURE_BYTES, Identity, peer_of
 
 INSTANCE_BYTES = 8
-MAX_VERIFIED = 4096  # statements that were looked at, and are not verified again
+MAX_VERIFIED = 4096  # statements that were verified, and are not verified again
 
 
 class Seal(msgspec.Struct, array_like=True, frozen=True):
-    """Who signed when: the instance of the start that signed, and the ed25519 signature."""
+    """A signature: the instance of the start that has signed, and the ed25519 signature."""
 
     instance: Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
@@ -35,26 +35,27 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Signer:
-    """Signs what one peer says in one run, and checks what others have signed.
+    """Signs the messages of one peer in one run, and checks the signatures of others.
 
-    What is signed are 88 bytes: `shoal statement` and the message's tag (16), the hash of the run's name (32), the
+    The signed text has 88 bytes: `shoal statement` and the message's tag (16), the hash of the run's name (32), the
     instance (8), and the hash of the message without its signature (32).
 
     Args:
-        identity: of this peer.
+        identity: the identity of this peer.
         run_id: the name of the run.
 
     Attributes:
-        instance: of this start, 8 bytes: a peer that starts anew contradicts nothing that it signed before.
+        instance: 8 bytes that name this start of the peer. So the messages of a peer that was started anew do not
+            contradict those that it signed before.
     """
 
     def __init__(self, identity: Identity, run_id: str) -> None:
         self._identity, self._run = identity, blake3(run_id.encode()).digest()
-        self._verified: dict[bytes, None] = {}  # hashes of what was found to be signed, the newest last
+        self._verified: dict[bytes, None] = {}  # hashes of verified statements, the newest last
         self.instance = bytes(INSTANCE_BYTES)
 
     def sign(self, message: S) -> S:
-        """The message with this peer's signature. It is exactly what others decode, so all hash the same bytes."""
+        """The message with this peer's signature. It equals what others decode, so all peers hash the same bytes."""
         exact = _decoder(type(message)).decode(_encoder.encode(msgspec.structs.replace(message, seal=UNSIGNED)))
         signature = self._identity.sign(self._statement(exact, self.instance))
         signed: S = msgspec.structs.replace(exact, seal=Seal(self.instance, signature))

@@ -1,4 +1,4 @@
-"""The tensors of a run as peers describe them to each other, to find which one differs. Imports no torch."""
+"""Descriptions of the tensors of a run, by which two peers find the tensor that differs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Tensors:
     """Tensors of one kind, in order.
 
     Attributes:
-        kind: what they are, in the plural: "parameters".
-        shapes: dtype and shape of each, as "float32[20, 10]".
-        names: this peer's names of them; "", or fewer than there are tensors, for those without one.
+        kind: what they are, in the plural, such as "parameters".
+        shapes: dtype and shape of each, such as "float32[20, 10]".
+        names: this peer's names of them. A tensor without a name has "", or is beyond the end of the sequence.
     """
 
     kind: str
@@ -35,14 +35,14 @@ class Tensors:
 
 
 def encode_tensors(described: Sequence[Tensors]) -> bytes:
-    """As they are sent, without the names; b"" if that takes more than 4 MiB."""
+    """Encode descriptions for another peer, without the names. Returns b"" if they take more than 4 MiB."""
     encoded = msgspec.msgpack.encode([(one.kind, list(one.shapes)) for one in described])
     return encoded if len(encoded) <= MAX_BYTES else b""
 
 
 def difference(mine: Sequence[Tensors], theirs: Buffer) -> str | None:
-    """What differs between this peer's tensors and those that another has sent, in words for this peer; None if nothing
-    does. Raises ValueError for what is no description."""
+    """The difference between this peer's tensors and the description that another peer has sent, in words for this
+    peer; None if there is none. Raises ValueError if `theirs` is not a description."""
     try:
         received = dict(_decoder.decode(theirs))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The name of a state: how many rounds were committed, which ones, and how many samples are behind them."""
+"""The name of a state: how many rounds were committed, which rounds, and how many samples they had."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
         epoch: rounds committed so far.
         lineage: hash of the parent's lineage and of what the last round committed, 32 bytes.
         samples: the sum of the weights of all rounds behind this state.
-        pin: the number of the pin of the run's owner that this state, or one before it in its line, has; 0 without one,
-            as in all open runs.
+        pin: the number of the owner's pin of this state, or of the last pinned state before it in its line; 0 without a
+            pin, as in all open runs.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0, le=LAST_EPOCH)]
@@ -39,42 +39,45 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def genesis(cls, run_id: str) -> Tip:
-        """Where every peer of the run begins."""
+        """The tip at which every peer of the run begins."""
         return cls(0, blake3(b"shoal genesis\0" + run_id.encode()).digest(), 0.0)
 
     def after(self, root: bytes, samples: float) -> Tip:
-        """The tip after a round that committed what `root` names, with the summed weight `samples`."""
+        """The tip after a round that committed `root`, with the summed weight `samples`."""
         lineage = blake3(b"shoal lineage\0" + self.lineage + root).digest()
-        # Whatever was claimed of the state before, who holds this one can say so.
+        # Within the bounds of messages, even if a liar has claimed huge numbers for the state before.
         epoch, samples = min(self.epoch + 1, LAST_EPOCH), min(self.samples + samples, MOST_SAMPLES)
         return Tip(epoch, lineage, samples, self.pin)
 
     def outranks(self, other: Tip) -> bool:
-        """Whether a swarm that holds both states keeps this one: the newer pin, more samples, more epochs, then the
-        larger hash."""
+        """Whether a swarm that holds both states keeps this one. These decide, in this order: the newer pin, more
+        samples, more epochs, the larger hash."""
         mine, theirs = (self.samples, self.epoch, self.lineage), (other.samples, other.epoch, other.lineage)
         return (self.pin, *mine) > (other.pin, *theirs)
 
     def is_state_of(self, other: Tip) -> bool:
-        """Whether both name one state; the owner may have pinned it since one of them was said."""
+        """Whether both tips name the same state. Their pins may differ, if the owner has pinned the state since."""
         return (self.epoch, self.lineage) == (other.epoch, other.lineage)
 
     def __str__(self) -> str:
-        """As `shoal keys pin` takes it: `<epoch>:<samples>:<lineage, 64 hex digits>`."""
+        """The text form that `shoal keys pin` takes: `<epoch>:<samples>:<lineage, 64 hex digits>`."""
         return tip_text(self.epoch, self.samples, self.lineage)
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Fences coordinators: of two that act for one tip, members follow the higher ballot, and forget the lower.
+    """One attempt of a coordinator at the round of a tip. If two coordinators act for one tip, members follow the
+    higher ballot and forget the lower one.
 
     Attributes:
-        number: the attempt; higher than every one that the coordinator has heard of.
-        coordinator: the peer (key) that holds this ballot, so that no two peers hold the same.
+        number: the number of the attempt; higher than all that the coordinator has heard of.
+        coordinator: the key of the coordinator, so that no two peers hold the same ballot.
     """
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     coordinator: Digest
 
 
-NO_BALLOT = Ballot(0, bytes(DIGEST_BYTES))  # lower than all that coordinators hold
-MAX_LEAP = 1 << 16  # an attempt counts up to so many above the one that a peer follows, or half of the members do
+NO_BALLOT = Ballot(0, bytes(DIGEST_BYTES))  # lower than every coordinator's ballot
+# A peer accepts attempts up to this many above the one that it follows. A coordinator accepts attempts in JOINs up to
+# this many above the one that half of the members follow.
+MAX_LEAP = 1 << 16

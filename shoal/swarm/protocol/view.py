@@ -1,4 +1,4 @@
-"""Who is in the run, as one peer knows it: the members, the state that each of them holds, and who may coordinate."""
+"""What one peer knows of its run: the members, the state that each of them holds, and which of them may coordinate."""
 
 from __future__ import annotations
 
@@ -18,36 +18,42 @@ from shoal.swarm.protocol.tip import Digest, Tip
 
 MAX_ADDRESSES = 8
 MAX_MEMBERS = 1024
-CIRCUIT = "/p2p-circuit/"  # in the address of a peer at a relay
+CIRCUIT = "/p2p-circuit/"  # part of an address through a relay
 Address = Annotated[str, msgspec.Meta(max_length=MAX_LENGTH)]
 
 
 class Role(Enum):
-    """What a peer does in a round."""
+    """What a peer does in a round.
 
-    NODE = "node"  # contributes, reduces, receives
-    CLIENT = "client"  # contributes and receives; nobody can dial it, so it reduces and coordinates nothing
-    AUXILIARY = "auxiliary"  # only reduces: lends bandwidth
+    Attributes:
+        NODE: contributes its tensors, reduces, and receives the average; may coordinate.
+        CLIENT: contributes and receives. Nobody can dial it, so it neither reduces nor coordinates.
+        AUXILIARY: lends its bandwidth: it reduces, and may coordinate, but neither contributes nor receives.
+    """
+
+    NODE = "node"
+    CLIENT = "client"
+    AUXILIARY = "auxiliary"
 
 
 class Reach(Enum):
-    """How the other members reach a peer, as it says itself. One that says so wrongly gets work that it then does not
-    do in time, and is doubted or put out for that."""
+    """How the other members reach a peer, as it says itself. A peer that lies gets work that it can't do in time, and
+    is doubted or put out for that."""
 
-    DIRECT = "direct"  # over connections to itself
-    RELAYED = "relayed"  # some of them only through a relay, which every byte passes
+    DIRECT = "direct"  # all members over direct connections
+    RELAYED = "relayed"  # some members only through a relay, which all their bytes pass
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A peer of a run: who, where, and what it can do.
+    """A peer of a run: its key, its addresses, and what it can do.
 
     Attributes:
         key: the bytes of its peer id.
-        addresses: where it listens; none for a client.
+        addresses: the addresses at which it listens; none for a client.
         role: see `Role`.
-        bandwidth: how much it can carry, as its user says, in any unit that is the same in the whole run; spans are
-            sized by it. None: not given, and taken for the mean of those that are. If no member of a round gives one,
-            what they have measured counts (`Rates`).
+        bandwidth: its bandwidth as its user gives it, in any unit that is the same in the whole run. Members with more
+            bandwidth reduce more. None: not given, and counts as the mean of the given ones. If no member of a round
+            gives one, the measured rates count (`Rates`).
         reach: see `Reach`.
     """
 
@@ -79,12 +85,13 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         return bool(self.addresses) and all(CIRCUIT in text for text in self.addresses)
 
     def at(self, addresses: Iterable[Multiaddr]) -> Member:
-        """This peer, reached at these; relayed if all of them are circuits, until its connections show more."""
+        """This peer with these addresses. If all of them are circuits, it is relayed, until its connections show that
+        it is not."""
         moved = replace(self, addresses=tuple(map(str, addresses))[:MAX_ADDRESSES])
         return replace(moved, reach=Reach.RELAYED if moved.listens_at_relays else Reach.DIRECT)
 
     def multiaddrs(self) -> list[Multiaddr]:
-        """The addresses, parsed; those that are none are left out (they are what another peer claims of itself)."""
+        """The parsed addresses. Invalid ones, which another peer may have sent, are left out."""
         parsed = []
         for text in self.addresses:
             with contextlib.suppress(ValueError):
@@ -92,23 +99,21 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
         return parsed
 
 
-MAX_HEARSAY = 256  # members that one peer mentions and that have not spoken themselves
+MAX_HEARSAY = 256  # members that one peer mentions and that have not sent a message themselves
 HEARSAY_SECONDS = 60.0
-FIRST_PAUSE, LONGEST_PAUSE = (
-    5.0,
-    60.0,
-)  # seconds (or twice what it has cost) for which a state that no member could send is not asked for again
+# A state that no member could send is not asked for again for so many seconds, or for twice the time of the attempt.
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
 
 
 @dataclass(slots=True)
 class _Heard:
-    """A member that others mention, and that has not spoken itself.
+    """A member that others mention, and that has not sent a message itself.
 
     Attributes:
-        member: as it was mentioned.
-        teller: who did.
+        member: the description of the member.
+        teller: the peer that has mentioned it.
         until: when it is forgotten.
-        listed: whether its signed record was seen.
+        listed: whether this peer has seen its signed record.
     """
 
     member: Member
@@ -123,9 +128,9 @@ class _Claim:
 
     Attributes:
         tip: the name of the state.
-        behind: whether this peer's state outranks it: then the member downloads, and does not coordinate.
-        ignored_until: before this time the state is not asked for, because no member could send it.
-        pause: seconds for which it is ignored the next time.
+        behind: whether this peer's state outranks it. Then the member will download, and is no candidate.
+        ignored_until: before this time this peer does not ask for the state, because no member could send it.
+        pause: for how many seconds the state is ignored the next time.
     """
 
     tip: Tip
@@ -135,37 +140,37 @@ class _Claim:
 
 
 class View:
-    """The members that a peer knows, itself included. Other peers may know others.
+    """The members that a peer knows, itself included. Other peers may know other members.
 
-    A peer is a member when it has spoken itself (`returned`), until it is lost (`lose`). Those that only others mention
-    (`hear`) are kept apart: they are dialled, and in no count and no order.
+    A peer is a member from its first message (`returned`) until it is lost (`lose`). Peers that only others mention
+    (`hear`) are kept apart: this peer dials them, but they count for nothing else.
 
     Args:
-        run_id: the name of the run; part of the order of candidates.
+        run_id: the name of the run; the order of candidates depends on it.
         me: this peer.
-        reaches: whether a message to the peer with that key can be sent now; true of this peer itself.
+        reaches: returns whether a message can be sent to the peer with that key now; true for this peer itself.
     """
 
     def __init__(self, run_id: str, me: Member, reaches: Callable[[bytes], bool]) -> None:
         self.run_id, self.me, self.reaches = run_id, me, reaches
         self.members: dict[bytes, Member] = {me.key: me}
-        self.lost: dict[bytes, None] = {}  # in the order of losing
+        self.lost: dict[bytes, None] = {}  # in the order of the losses
         self._claims: dict[bytes, _Claim] = {}
         self._heard: dict[bytes, _Heard] = {}
 
     def say(self, me: Member) -> None:
-        """This peer says that of itself from now on."""
+        """Change the description of this peer."""
         self.me = self.members[me.key] = me
 
     def learn(self, members: Iterable[Member]) -> list[Member]:
-        """Add members that this peer's user names. Returns those that were not known."""
+        """Add members that the caller names. Returns those that were not known."""
         unknown = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
         new = list(unknown.values())[: max(0, MAX_MEMBERS - len(self.members))]
         self.members.update((member.key, member) for member in new)
         return new
 
     def hear(self, teller: bytes, members: Iterable[Member], now: float) -> list[Member]:
-        """Another peer mentions members. Returns those that were not known, and that this peer should meet."""
+        """Another peer mentions members. Returns those that were not known; this peer should meet them."""
         told = {m.key: m for m in members if m.key not in self.members and m.key not in self.lost}
         room = MAX_HEARSAY - sum(heard.teller == teller for heard in self._heard.values())
         new: list[Member] = []
@@ -178,27 +183,27 @@ class View:
         return new
 
     def is_known(self, key: bytes) -> bool:
-        """Whether that is a member, or others mention it."""
+        """Whether that peer is a member, or others mention it."""
         return key in self.members or key in self._heard
 
     def has_met(self, key: bytes) -> bool:
-        """Whether that is a member, or was until it was lost. Others may still reach it."""
+        """Whether that peer is a member, or was one until it was lost. Others may still reach it."""
         return key in self.members or key in self.lost
 
     def listed(self, members: Iterable[Member], now: float) -> None:
-        """The signed records of these were seen."""
+        """This peer has seen the signed records of these members."""
         for heard in (self._heard[member.key] for member in members if member.key in self._heard):
             heard.until, heard.listed = now + HEARSAY_SECONDS, True
 
     def forget(self, now: float) -> list[bytes]:
-        """Forget those that others mentioned and that gave no sign of themselves. Returns their keys."""
+        """Forget members that others have mentioned and that gave no sign of life. Returns their keys."""
         over = [key for key, heard in self._heard.items() if heard.until <= now]
         for key in over:
             del self._heard[key]
         return over
 
     def returned(self, member: Member) -> bool:
-        """The member itself has spoken. Returns whether that changes what is known."""
+        """The member itself has sent a message. Returns whether that changes what is known of it."""
         self.lost.pop(member.key, None)
         self._heard.pop(member.key, None)
         news = self.members.get(member.key) != member
@@ -213,7 +218,7 @@ class View:
         claim = self._claims.pop(key, None)
         if claim is not None and claim.ignored_until > float("-inf"):
             claim.behind = False
-            self._claims[key] = claim  # who leaves and comes back is ignored for as long as before
+            self._claims[key] = claim  # a member that leaves and comes back is ignored for as long as before
         self.lost[key] = None
         if len(self.lost) > MAX_MEMBERS:
             longest = next(iter(self.lost))
@@ -222,15 +227,15 @@ class View:
         return self.members.pop(key, None) is not None
 
     def connected(self) -> list[Member]:
-        """The members that a message can reach now, this peer included."""
+        """The members to which a message can be sent now, this peer included."""
         return [member for member in list(self.members.values()) if self.reaches(member.key)]
 
     def others(self) -> list[bytes]:
-        """The keys of all members but this peer."""
+        """The keys of all members except this peer."""
         return [key for key in self.members if key != self.me.key]
 
     def fingerprint(self) -> bytes:
-        """A hash (16 bytes) of the set of members: equal for peers that know the same ones."""
+        """A hash (16 bytes) of the set of members; equal for peers that know the same members."""
         return blake3(b"".join(sorted(self.members))).digest(length=16)
 
     def snapshot(self) -> tuple[Member, ...]:
@@ -238,9 +243,9 @@ class View:
         return tuple(self.members[key] for key in sorted(self.members))
 
     def num_clients(self) -> int:
-        """The number of clients that train with this peer, itself included if it is one.
+        """The number of clients that train with this peer, itself included if it is a client.
 
-        Clients of other nodes are known from those nodes only, so they count if such nodes are connected."""
+        This peer knows the clients of other nodes only from those nodes, so they count if such a node is connected."""
         reached = self.connected()
         nodes = any(m.role is not Role.CLIENT and m.key != self.me.key for m in reached)
         others = [heard.member for heard in list(self._heard.values()) if heard.listed]
@@ -249,8 +254,8 @@ class View:
     # -- who coordinates
 
     def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
-        """A member has said that it holds the state `tip`, which may be `behind` this peer's. Returns whether that
-        makes it a candidate, or ends its being one."""
+        """A member has said that it holds the state `tip`, which may be `behind` this peer's state. Returns whether the
+        member becomes a candidate by that, or stops being one."""
         if key not in self.members:
             return False
         claim = self._claims.setdefault(key, _Claim(tip))
@@ -258,11 +263,11 @@ class View:
         return was_behind != behind
 
     def candidates(self, epoch: int) -> list[Member]:
-        """The members that may coordinate in this epoch, best first: an order that rotates, and that all peers compute
-        alike.
+        """The members that may coordinate in this epoch, best first. The order changes with each epoch, and all peers
+        compute the same one.
 
-        A candidate can be dialled by others and is, as far as this peer knows, at its state. If there is none, this
-        peer is the only candidate. Members that are relayed come last: they coordinate if nobody else can.
+        A candidate can be dialled by others and is, as far as this peer knows, at this peer's state. If there is none,
+        this peer is the only candidate. Relayed members come last: they coordinate only if no other member can.
         """
         behind = {key for key, claim in self._claims.items() if claim.behind}
         able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in behind] or [self.me]
@@ -278,12 +283,13 @@ class View:
             claim.tip = after if claim.tip == before else claim.tip
 
     def keeps_state(self, key: bytes) -> bool:
-        """Whether that is a member that can have the state that it names: an auxiliary peer only follows others."""
+        """Whether that peer is a member that can hold a state. An auxiliary peer holds none; its tip only follows those
+        of others."""
         member = self.members.get(key)
         return member is not None and member.role is not Role.AUXILIARY
 
     def best(self, now: float) -> Tip | None:
-        """The best state that a connected member holds, without the states that are ignored. May be called in any
+        """The best state that a connected member holds, without the states that are ignored. May be called from any
         thread."""
         best: Tip | None = None
         for key, claim in list(self._claims.items()):
@@ -293,14 +299,23 @@ class View:
         return best
 
     def ignores(self, key: bytes, now: float) -> bool:
-        """Whether the state that this member says it holds is not asked for at present."""
+        """Whether this peer ignores the state that the member claims to hold, at present."""
         claim = self._claims.get(key)
         return claim is not None and now < claim.ignored_until
 
     def ignore(self, better_than: Tip, now: float, cost: float = 0.0) -> list[float]:
-        """No member could send a state that outranks `better_than`, and this peer has waited for `cost` seconds in
-        vain: do not ask for these states for a while, which doubles until it is longer than that. Returns the times at
-        which they may be asked for again."""
+        """Ignore all states that outrank `better_than` for a while, because no member could send one.
+
+        The time doubles with each call, up to LONGEST_PAUSE or twice `cost`, whichever is longer.
+
+        Args:
+            better_than: the tip of this peer.
+            now: the time.
+            cost: how many seconds this peer has waited in vain.
+
+        Returns:
+            The times at which the states may be asked for again.
+        """
         times = []
         for key, claim in self._claims.items():
             if key in self.members and claim.tip.outranks(better_than) and claim.ignored_until <= now:

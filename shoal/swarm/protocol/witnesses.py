@@ -1,29 +1,29 @@
-"""Whether a round gets on, as its members say."""
+"""Evaluates what the members of a round say about its progress."""
 
 from __future__ import annotations
 
-ASKED_AT_A_TIME = 16  # members of a round that are asked in a second, in turn
-REMEMBERED_SECONDS = 2.5  # and as long as it takes until each was asked again
+ASKED_AT_A_TIME = 16  # members of a round that are asked in one second, in turn
+REMEMBERED_SECONDS = 2.5  # an answer counts for so long, and until each member could be asked again
 
 
 class Witnesses:
-    """What the members of one round say of its progress.
+    """Collects what the members of one round say about its progress.
 
-    What one says alone counts for nothing: a member that keeps back what it owes could say for ever that it gets on.
-    One that in fact waits for a slow member has that one, whose bytes pass, as a second witness.
+    The word of one member alone does not count: a member that withholds what it owes could claim progress for ever. If
+    a member really waits for a slow one, the slow one, whose bytes pass, is a second witness.
 
     Args:
-        me: the key of this peer, which needs no witness.
+        me: the key of this peer, which needs no second witness.
     """
 
     def __init__(self, me: bytes) -> None:
         self._me = me
         self._signs: dict[bytes, int] = {}
-        self._grew: dict[bytes, float] = {}  # when
+        self._grew: dict[bytes, float] = {}  # by member: when its number of signs last grew
 
     def say(self, key: bytes, signs: int, now: float, *, alone: bool = False) -> bool:
-        """That member has seen the round get on so often. Returns whether this is news to be believed: it stands
-        `alone`, or another says so, too."""
+        """A member has seen the round make progress `signs` times. Returns whether this is credible news: the number
+        has grown, and another member says the same, or this one needs no second witness (`alone`)."""
         before = self._signs.get(key, signs)  # the first answer is no news
         self._signs[key] = signs
         if signs <= before:
