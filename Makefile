@@ -23,7 +23,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint bench bench-optimizer bench-outer bench-contiguous clean
+.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "             then kill, stop and start trainers for 30 minutes (CHAOS_MINUTES=30 CHAOS_SEED=1)"
 	@echo "make attacks each attack of one liar on four trainers, then all in turn (ATTACK_SECONDS=60 ALL_SECONDS=300)"
 	@echo "make lint    style, types and the arrows between rooms"
+	@echo "make docs    build the site of the documentation into site/; fails at a link that leads nowhere"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make diloco  train a small GPT synchronously and with outer optimizers; draws loss against tokens and bytes"
 	@echo "make bench   time averaging against hivemind, which gets an environment of its own (ARGS=...)"
@@ -121,6 +122,11 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy $(TYPED)
 	$(VENV)/bin/lint-imports
 
+# First the page of all messages, from the tables of the guides. Not with -q: mkdocs then takes warnings for no errors.
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/python docs/tools/troubleshooting.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
 bench: $(VENV)/.installed $(BENCH_VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.averaging --hivemind-python $(BENCH_VENV)/bin/python $(ARGS)
 
@@ -142,7 +148,7 @@ bench-contiguous: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks.contiguous $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) runs build dist
+	rm -rf $(VENV) $(BENCH_VENV) runs build dist site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -166,6 +172,10 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(BENCH_VENV)/.installed: $(BENCH_VENV)/.created
