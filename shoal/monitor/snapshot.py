@@ -68,7 +68,8 @@ class Phases(msgspec.Struct, frozen=True):
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """One peer, as it is shown. Sizes are in bytes, rates in bytes per second, times in seconds.
+    """One peer, as it is shown. Sizes are in bytes, rates in bytes per second, times in seconds. The attributes that
+    are not described here are from the peer's record, see `Health`.
 
     Attributes:
         name: the last characters of its id.
@@ -81,8 +82,6 @@ class PeerView(msgspec.Struct, frozen=True):
             "" if it is not known.
         share: its share of the samples per second of all peers.
         up, down: the rates at which it has sent and received tensors between its last two records.
-
-        All others are from its record, see `Health`.
     """
 
     name: str
