@@ -28,8 +28,9 @@ words of your message. `…` stands for any text, and a letter such as `N` for a
 
 - Peers do not meet: run `shoal doctor ADDRESS --run RUN`, and see [At home](guides/home.md).
 - Something is slow: look at [where an epoch's time goes](guides/watching.md#where-an-epochs-time-goes).
-- An error is raised where you can mend it. What goes wrong on the network is dealt with, and logged under `shoal`.
-- Nothing below fits: [Questions and answers](faq.md).
+- A mistake that you can mend raises an error. What goes wrong on the network does not: Shoal deals with it, and logs it
+  under `shoal`.
+- Nothing below fits: see [Questions and answers](faq.md).
 """
 
 

@@ -57,6 +57,16 @@ QUESTIONS = {
     "How do I save, stop and resume?": "guides/checkpoints.md#save-and-load",
     "Can a hostile peer harm me?": "threat-model.md#what-holds-against-everybody",
     "I have a script with hivemind. What do I change?": "migrate/hivemind.md#optimizer",
+    "Which port do I have to open?": "guides/home.md#the-ways-out-best-first",
+    "Does my data leave my machine?": "faq.md#does-my-data-leave-my-machine",
+    "Does each machine have to hold the whole model?": "faq.md#does-each-machine-have-to-hold-the-whole-model",
+    "May peers have different versions?": "faq.md#may-peers-have-different-versions-of-shoal-or-torch",
+    "How does a peer keep its address?": "faq.md#how-does-a-peer-keep-its-address",
+    "How do all peers end at the same state?": "guides/peers.md#stop",
+    "How much memory does it need?": "guides/modes.md#memory",
+    "Do I have to divide the data?": "guides/script.md#data",
+    "How do I change the learning rate of a running run?": "guides/equal.md#learning-rates-and-schedulers",
+    "How do I put a peer out of the run?": "guides/closed-runs.md#revoking",
 }
 
 
