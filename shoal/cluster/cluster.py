@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -63,7 +64,7 @@ class Cluster:
         if self.rank < 0:
             raise ValueError("this process is not a rank of the group")
         if strands > 1 and strands % self.size:
-            more = self.size * -(-strands // self.size)
+            more = shared_by(self.size, strands)
             raise ValueError(
                 f"strands={strands} cannot be shared by {self.size} ranks: give strands={more}, here and at all peers "
                 "of the run, or strands=1: then rank 0 speaks for all"
@@ -71,6 +72,12 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"shoal.Cluster(rank {self.rank} of {self.size}, strands={self.strands})"
+
+
+def shared_by(ranks: int, strands: int) -> int:
+    """A number of strands that so many ranks can share, and, if there is one, each cluster that can share `strands`."""
+    of_both = math.lcm(strands, ranks)
+    return of_both if of_both <= MOST_STRANDS else ranks * -(-strands // ranks)
 
 
 def _group_of(mesh: DeviceMesh) -> Any:

@@ -311,7 +311,7 @@ class Gang:
                 return
             self._closed, self.left_in_order = True, error is None and self._lost is None
             is_why = _is_own(error) and self._lost is None
-            goodbye = Bye(f"{type(error).__name__}: {error}"[:4096] if is_why else "")
+            goodbye = Bye(f"{type(error).__name__}: {error}".removesuffix(": ")[:4096] if is_why else "")
             self._changed.notify_all()
         self._tell_news()
         atexit.unregister(self._at_exit)
@@ -393,7 +393,7 @@ class Gang:
 
 def _is_own(error: BaseException | None) -> bool:
     """Whether that error ends the training of this rank, and the others do not know of it."""
-    return isinstance(error, Exception) and not isinstance(error, ClusterError | StopIteration)
+    return isinstance(error, Exception | KeyboardInterrupt) and not isinstance(error, ClusterError | StopIteration)
 
 
 Introduction = tuple[str, str, str]  # a rank's name, its host, and why it has not made its optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from shoal.cluster.cluster import MOST_STRANDS, shared_by
 from tests.forked import ForkedProcess
 
 
@@ -28,3 +29,8 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     assert "takes no grad_scaler" in found.pop("scaler")
     assert "batch_size=0.5: give a whole number" in found.pop("half")
     assert found == {"epoch": "1", "moved": "True"}
+
+
+def test_the_strands_that_are_advised_fit_the_other_clusters_too() -> None:
+    assert [shared_by(ranks, 8) for ranks in (3, 5, 6, 12, 16)] == [24, 40, 24, 24, 16]
+    assert shared_by(129, 8) == 129 <= MOST_STRANDS < 129 * 8
