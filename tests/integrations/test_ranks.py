@@ -75,7 +75,6 @@ SAVED = {
         ("accelerate", 8),
         ("accelerate", 1),
         pytest.param("transformers", 8, marks=pytest.mark.long),
-        pytest.param("transformers", 1, marks=pytest.mark.long),
         pytest.param("lightning", 8, marks=pytest.mark.long),
     ],
 )

@@ -40,7 +40,7 @@ class Training:
         patched = vars(vitals)
         patched["PERIOD_SECONDS"] = options.get("period", 1.0)
         if "version" in options:
-            patched["version"] = lambda name: options["version"]
+            patched["RELEASE"] = options["version"]
         if "tells_port" in options:  # where nobody listens, as behind a router
             told = Multiaddr(f"/ip4/127.0.0.1/tcp/{options['tells_port']}")
 
