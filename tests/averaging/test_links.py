@@ -29,7 +29,8 @@ FAST_ENOUGH = 2 * 4 * ELEMENTS / SOON_SECONDS
 
 @contextmanager
 def limited(limits: Sequence[float | None], **more: object) -> Iterator[list[DecentralizedAverager]]:
-    """An averager behind each of these limits, with more arguments."""
+    """An averager behind each of these limits, with more arguments. No round begins without all of them, however late
+    one comes."""
     with ExitStack() as ends:
         dhts: list[shoal.DHT] = []
         peers: list[DecentralizedAverager] = []
@@ -42,7 +43,7 @@ def limited(limits: Sequence[float | None], **more: object) -> Iterator[list[Dec
             dhts.append(shoal.DHT(known, start=True, **limits_here))
             ends.callback(dhts[-1].shutdown)
             tensor = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(len(dhts)))
-            options = {"prefix": "test", "part_size_bytes": PART, "start": True, **more}
+            options = {"prefix": "test", "part_size_bytes": PART, "min_group_size": len(limits), "start": True, **more}
             peers.append(DecentralizedAverager([tensor], dhts[-1], **options))  # type: ignore[arg-type]
             ends.callback(peers[-1].shutdown)
         yield peers
