@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.swarm.protocol.actions import Send
-from shoal.swarm.protocol.messages import Commit, Done, Part
+from shoal.swarm.protocol.messages import Commit, Done, Part, Result
 from shoal.swarm.swarm import Swarm
 
 
@@ -33,8 +33,9 @@ def die_when_stepping(is_time: Callable[[], bool]) -> None:
 
 def die_when_sending(in_strand: bool, is_time: Callable[[], bool]) -> None:
     """Arrange for this process to be killed, once it `is_time`: in a strand's round when it is about to send a part of
-    its gradients, or in the run's own round when it is about to say that it is done, or how the round has ended."""
-    kinds, perform = (Part,) if in_strand else (Done, Commit), Swarm._do
+    its gradients or, if it reduces, a result; or in the run's own round when it is about to say that it is done, or how
+    the round has ended."""
+    kinds, perform = (Part, Result) if in_strand else (Done, Commit), Swarm._do
 
     def counting(self: Swarm, action: Any) -> None:
         is_of_strand = "/strand/" in self.peer.view.run_id
