@@ -28,7 +28,7 @@ TYPED := shoal tests $(wildcard examples benchmarks)
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
-	@echo "make test    run the tests; some 6 minutes on 2 cores (PYTEST_ARGS=...)"
+	@echo "make test    run the tests; some 10 minutes on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-long           run only the long ones (PYTEST_ARGS=...)"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"

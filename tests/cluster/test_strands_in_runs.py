@@ -27,6 +27,7 @@ def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path) -> None
 LONGEST_WAIT = 3.0  # seconds that a killed rank may cost the others
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_any_phase_ends_its_cluster_by_name_and_the_others_go_on(tmp_path: Path) -> None:
     """One cluster after the other loses a rank; those that stay have one step of the optimizer for each epoch."""
     phases = [("accumulating", 1), ("in a strand's round", 1), ("in the run's round", 0), ("stepping", 1)]

@@ -29,7 +29,9 @@ def test_what_a_callback_puts_into_the_model_at_the_end_is_taken_over_by_nobody(
     assert fast.done["warnings"] == slow.done["warnings"] == []
 
 
-@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+@pytest.mark.parametrize(
+    "framework", [*(pytest.param(each, marks=pytest.mark.long) for each in ("transformers", "lightning")), "accelerate"]
+)
 def test_a_peer_that_misses_the_last_round_takes_over_the_last_state(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "pause": 0.05}, {"folder": str(tmp_path / "b"), "pause": 4.0}]
     run = {"matchmaking_time": 0.5}

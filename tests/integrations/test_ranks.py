@@ -32,7 +32,12 @@ def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("framework", "strands"),
-    [("transformers", 8), ("lightning", 8), ("accelerate", 8), ("lightning", 1)],
+    [
+        ("accelerate", 8),
+        pytest.param("transformers", 8, marks=pytest.mark.long),
+        pytest.param("lightning", 8, marks=pytest.mark.long),
+        pytest.param("lightning", 1, marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_and_a_process_train_one_model(framework: str, strands: int, tmp_path: Path) -> None:
     of_all: dict[str, Any] = {"framework": framework, "steps": EPOCHS, "run": TOGETHER, "pause": 0.01}

@@ -16,7 +16,9 @@ SPEEDS = [{"pause": 0.005}, {"pause": 0.02}]
 """Seconds for a batch: four times as many batches for one of the two."""
 
 
-@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+@pytest.mark.parametrize(
+    "framework", [*(pytest.param(each, marks=pytest.mark.long) for each in ("transformers", "lightning")), "accelerate"]
+)
 def test_states_are_equal_and_schedules_follow_the_run(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / str(number)), **speed} for number, speed in enumerate(SPEEDS)]
     with training(*own, framework=framework, steps=EPOCHS, run=TOGETHER) as one:
