@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -60,8 +61,8 @@ number, which a cluster needs at least to know who is there."""
 ON_LINKS = """\
 Two clusters, each rank in a network namespace with a line of its own to the other cluster, and a fast bridge to its
 mates. *Seconds*: from a moment at which all ranks have their gradients to the end of the last rank's step, which
-has the new parameters; sides take turns epoch by epoch. *Packets* are the bytes that left on a rank's line, of all
-layers: the most of any rank. *Bytes' time* is what the vector's bytes need on the line."""
+has the new parameters; sides take turns epoch by epoch. *Packets* counts the bytes of all layers that a rank sent on
+its line. The table shows the rank with the most. *Bytes' time*: how long the line needs for the bytes of the vector."""
 
 
 class Peer:
@@ -365,7 +366,8 @@ def main() -> None:
         figures += found
     figures = [figure for figure in figures if not math.isnan(figure.value)]
     data["figures"] = [asdict(figure) | {"met": figure.met} for figure in figures]
-    text += [figure_table(figures), "`python -m benchmarks.clusters --bed FOLDER` makes this again."]
+    command = shlex.join(["python", "-m", "benchmarks.clusters", *sys.argv[1:]])
+    text += [figure_table(figures), f"`{command}` makes this again."]
     publish(options.out, "clusters", "\n\n".join(text), data)
 
 

@@ -56,7 +56,7 @@ class Member:
             given: dict[str, Any] = {"optimizer": pieces.make, "params": pieces.params, "cluster": ranks.cluster}
             try:
                 self.optimizer = shoal.Optimizer(**given, **run)
-            except BaseException:
+            except BaseException:  # Ctrl-C, too: the framework's optimizer must not keep the pieces
                 pieces.give_back()
                 raise
         self.optimizer.on_event = self._heard
