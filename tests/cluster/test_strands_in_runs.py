@@ -24,6 +24,20 @@ def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path) -> None
         check_numbers(made, "adamw", 7, 6)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_python_is_held_for_seconds_is_not_lost(tmp_path: Path, rank: int) -> None:
+    """It is in every epoch, so all have the numbers of one process."""
+    with clusters(tmp_path, 4, optimizer="adamw", epochs=8, min_peers=2, strands=4, matchmaking_time=15.0) as made:
+        made.add("ddp", 2, 0)
+        made.add("fsdp2", 2, 2, held=rank)
+        assert made.ended() == [[0, 0], [0, 0]], made.logs()
+        check_alike(made, 8)
+        check_numbers(made, "adamw", 4, 8)
+        assert longest_wait(made, 0) >= 4.0, "nobody was held"
+        assert not any(" is lost" in made.log(cluster, each) for cluster in (0, 1) for each in (0, 1)), made.logs()
+
+
 LONGEST_WAIT = 3.0  # seconds that a killed rank may cost the others
 
 
