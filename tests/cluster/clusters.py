@@ -28,14 +28,22 @@ class Clusters:
         self.all: list[list[ForkedProcess]] = []
         self.folders: list[Path] = []
 
-    def add(self, kind: str, size: int, first: int, **options: Any) -> list[ForkedProcess]:
-        """Start one; `first`: whose part of the samples its rank 0 has."""
+    def add(
+        self, kind: str, size: int, first: int, environment: dict[str, str] | None = None, **options: Any
+    ) -> list[ForkedProcess]:
+        """Start one; `first`: whose part of the samples its rank 0 has; `environment`: variables that its ranks have
+        beside those of this process."""
         folder = self.folder / f"cluster {len(self.all)}"
         folder.mkdir(parents=True)
         told = {**self._run, "kind": kind, "size": size, "first": first, "folder": str(folder), **options}
         told["initial_peers"] = [(self.folders[0] / "address").read_text()] if self.folders else []
         ranks = [
-            ForkedProcess("tests.cluster.rank", json.dumps({**told, "rank": rank}), log=folder / f"log {rank}")
+            ForkedProcess(
+                "tests.cluster.rank",
+                json.dumps({**told, "rank": rank}),
+                environment=environment,
+                log=folder / f"log {rank}",
+            )
             for rank in range(size)
         ]
         self.all.append(ranks)

@@ -93,9 +93,26 @@ def test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others(tmp_path:
             assert all(mine[epoch] == theirs[epoch] for epoch in common), made.logs()
 
 
-def test_with_diloco_each_rank_brings_the_drift_of_its_strands(tmp_path: Path) -> None:
-    with clusters(tmp_path, 5, optimizer="adamw", epochs=6, min_peers=3, strands=4, mode="diloco") as made:
+OTHER_KERNELS = {"ATEN_CPU_CAPABILITY": "default"}
+
+
+def test_a_peer_with_other_kernels_is_refused_by_name(tmp_path: Path) -> None:
+    """Its steps would round otherwise, and nothing averages the states of strands."""
+    with clusters(tmp_path, 1, optimizer="adamw", epochs=4000, waits=False, pause=0.05, strands=4) as made:
         made.add("plain", 1, 0)
+        made.wait(lambda: len(made.digests(0, 0)) > 1)
+        (other,) = made.add("plain", 1, 1, OTHER_KERNELS)
+        made.wait(lambda: other.poll() is not None)
+        assert other.wait(1.0) != 0
+        assert "strands' machine" in made.log(1, 0), made.logs()
+        before = max(made.digests(0, 0))
+        made.wait(lambda: max(made.digests(0, 0)) > before + 3, 20.0)
+
+
+def test_with_diloco_each_rank_brings_the_drift_of_its_strands(tmp_path: Path) -> None:
+    """Also a peer whose kernels differ: the anchors have equal bits."""
+    with clusters(tmp_path, 5, optimizer="adamw", epochs=6, min_peers=3, strands=4, mode="diloco") as made:
+        made.add("plain", 1, 0, OTHER_KERNELS)
         made.add("ddp", 2, 1)
         made.add("fsdp2", 2, 3)
         assert made.ended() == [[0], [0, 0], [0, 0]], made.logs()
