@@ -28,11 +28,11 @@ def pick_kernels(optimizer: Optimizer) -> None:
 
 def pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Turns on torch's fused kernel, the fastest on flat memory, if it exists and the user has chosen no kernel."""
+    if not _has_options_for_fused(optimizer, group):
+        unpick(optimizer, group)
+        return
     if group.get("fused", False) is not None or group.get("foreach") is not None or group.get("differentiable"):
         return
-    options = (value for name, value in group.items() if name not in ("params", "lr"))
-    if any(isinstance(value, Tensor) or (isinstance(value, tuple) and Tensor in map(type, value)) for value in options):
-        return  # the fused kernels take plain numbers only
     parameters = group["params"]
     if not all(map(_has_fused_kernels, parameters)):
         return
@@ -58,6 +58,23 @@ def unpick(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Turns the fused kernel off for this step, unless the user has chosen it."""
     if optimizer.defaults.get("fused", True) is None:
         group["fused"] = None
+
+
+def _has_options_for_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the fused kernels take these options: they take plain numbers only (no numpy.bool, no numpy.float32), and
+    a tensor only as the learning rate.
+    """
+    for name in optimizer.defaults:
+        value = group.get(name)
+        if not (_is_plain(value) or (name == "lr" and isinstance(value, Tensor))):
+            return False
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str)
 
 
 def _has_gradient(parameter: Tensor) -> bool:

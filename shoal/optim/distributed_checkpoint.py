@@ -17,7 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.optim.group_options import KERNELS, plain, restored
+from shoal.optim.group_options import KERNELS
+from shoal.optim.plain import plain, restored
 from shoal.optim.state import Part, Scalars, scheduler_state
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_replica import StrandReplica

@@ -290,6 +290,7 @@ class Epoch:
 
     def _end_epoch(self) -> None:
         """End the epoch in this call, or begin to end it in the background."""
+        self._round.vote()  # first: it refuses options, and then nothing has changed
         if self._round.few_are_here():
             return
         self._replica.take_over()

@@ -34,7 +34,7 @@ from shoal.optim.strands_of import strands_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
-from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
 from shoal.swarm.protocol.messages import Begin, Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
@@ -245,7 +245,7 @@ class Averaged:
     Attributes:
         tip: the name of the state after the step.
         outcome: the outcome of the round; None if this peer continues alone.
-        options: the options of the parameter groups with which the step is made.
+        options: the options of the parameter groups with which the step is made; b"": those in the groups.
         donors: empty, unless this peer's state, average or options differ from the others' where they must not. Then
             this peer downloads the state from these members, and makes no step.
     """
@@ -287,13 +287,20 @@ class EpochRound:
         self.machine = Machine(run.me, name_of_machine(gradients, replica.optimizer))
         self._opened: Begin | None = None  # the BEGIN of the last round that this peer was in
         self._options = b""
-        self._told_cost = False
+        self._told_cost = self._told_unusable = False
+
+    def vote(self) -> None:
+        """Read this peer's options of the parameter groups, for the next round. Runs in the trainer's thread.
+
+        Raises:
+            ValueError: with the name of an option that has no plain value.
+        """
+        own = self._replica.options.own(self._replica.tip.epoch)
+        self._options = b"" if self._gradients is None else own
 
     def take(self) -> None:
-        """Copy for the next round the tensors that the trainer continues to change, and this peer's vote on the options
-        of the parameter groups. Runs in the trainer's thread."""
+        """Copy for the next round the tensors that the trainer continues to change. Runs in the trainer's thread."""
         epoch = self._replica.tip.epoch
-        self._options = b"" if self._gradients is None else self._replica.options.own(epoch)
         if self._rules.due_sizes and self._rules.is_due(epoch):
             self._replica.buffers.take()
         if self._rules.state_always and self._rules.may_average_state(epoch):
@@ -363,6 +370,8 @@ class EpochRound:
                 outcome = self._run.average(contribution, until - time.monotonic())
             except (Behind, Rejected):
                 raise
+            except Unusable as error:
+                return self._alone(samples, error)
             except AveragingError as error:
                 if self._run.is_over:
                     return None
@@ -392,8 +401,8 @@ class EpochRound:
         """
         epoch = begin.tip.epoch
         stepped = not self._rules.state_always and any(member.contributes for member in begin.members)
-        if stepped and not self._rules.options_fit(begin.options):
-            raise RuleBroken("BEGIN has options for the step that the parameter groups can't have")
+        if stepped and (misfit := self._replica.options.misfit(begin.options)):
+            raise RuleBroken(f"the round's step needs options that this peer's parameter groups can't have: {misfit}")
         if begin.with_state and not self._rules.may_average_state(epoch):
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         if begin.with_state and not self._rules.state_always:
@@ -445,10 +454,14 @@ class EpochRound:
         if not self._run.follow(tip, after=before):
             return None
         fields = self._run.faults.add(FaultKind.ALONE, str(error))
-        log.warning("no average (%s): going on with this peer's own gradients", error, extra=fields)
+        is_unusable, level = isinstance(error, Unusable), logging.WARNING
+        if is_unusable:
+            level, self._told_unusable = logging.INFO if self._told_unusable else logging.ERROR, True
+        what = "gradients and options" if is_unusable else "gradients"
+        log.log(level, "no average (%s): going on with this peer's own %s", error, what, extra=fields)
         if self._gradients is not None:
             self._gradients.use_local()
-        return Averaged(tip, None, self._options)
+        return Averaged(tip, None, b"" if is_unusable else self._options)
 
     def _of_other_gradients(self, outcome: Outcome, mine: str) -> tuple[PeerID, ...]:
         """Compare this peer's average of gradients, which it had before the round, with those of the others.

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import numbers
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.optim._torch import writes_of
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.plain import WANTED, are_alike, is_plain, plain_or, restored, with_plain_numbers
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)
@@ -64,17 +64,21 @@ class GroupOptions:
     Attributes:
         at_tip: the options that newcomers get, one dictionary for each group: those after the last epoch's step, with
             the values that `scheduler=` has set since.
+
+    Raises:
+        ValueError: with the name of an option that has no plain value.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None, host: HostCopy | None = None
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
+        check_options(optimizer.param_groups)
         left_out = KERNELS | (NOTES - set(optimizer.defaults))
         self._holders: dict[str, list[int]] = {}  # for each option, the groups that have it
         for index, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():
-                if name not in left_out and is_plain(value):
+            for name in group:
+                if name not in left_out:
                     self._holders.setdefault(name, []).append(index)
         self._first = {name: self._column(name) for name in self._holders}
         self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
@@ -88,9 +92,14 @@ class GroupOptions:
 
     def own(self, epoch: int) -> bytes:
         """This peer's own options at the end of `epoch`, encoded for JOIN. Values of `scheduler=` are put back if other
-        code has changed them."""
+        code has changed them.
+
+        Raises:
+            ValueError: with the name of an option that has no plain value since the last call.
+        """
         self._is_current = epoch == self._epoch
         self.enforce()
+        check_options(self._optimizer.param_groups, self._holders)
         return pack({name: self._column(name) for name in self._holders})
 
     def enforce(self) -> None:
@@ -109,7 +118,7 @@ class GroupOptions:
                     shown(values),
                 )
             for group, value in zip(self._groups(name), values, strict=True):
-                put(group, name, value)
+                _put_plain(group, name, value)
 
     def refresh(self) -> None:
         """Take the present values of the groups as this peer's own, and as those of `scheduler=`. Call it after another
@@ -121,19 +130,23 @@ class GroupOptions:
     def record(self) -> None:
         """From now on, give newcomers the present values of the groups."""
         self.at_tip = [
-            {key: _plain(value, otherwise=value) for key, value in group.items() if key not in KERNELS | {"params"}}
+            {key: plain_or(value, otherwise=value) for key, value in group.items() if key not in KERNELS | {"params"}}
             for group in self._optimizer.param_groups
         ]
 
     # -- the run's
 
-    def fits(self, options: bytes) -> bool:
-        """Whether this peer's groups can have the encoded options."""
+    def misfit(self, options: bytes) -> str:
+        """Why this peer's groups can't have the encoded options; "" if they can."""
         try:
             self._columns_of(options)
-        except ValueError:
-            return False
-        return True
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def fits(self, options: bytes) -> bool:
+        """Whether this peer's groups can have the encoded options."""
+        return not self.misfit(options)
 
     def unknown_of(self, options: bytes) -> str:
         """The name of an option that differs here and of which the message has only a hash; "" if there is none."""
@@ -147,29 +160,36 @@ class GroupOptions:
 
     @contextlib.contextmanager
     def of_run(self, options: bytes) -> Iterator[None]:
-        """Within this context, the groups hold the run's options, for the step. Afterwards they hold this peer's own
-        options again.
+        """Within this context, the groups hold the run's options, for the step, with Python's numbers: numpy's round
+        otherwise in a few operations. Afterwards they hold this peer's own options again.
 
         A warning names each option that differs from this peer's own, once. There is no warning if the epoch began in
         the same call of `step` that ends it, for example after a download. Then no scheduler of the user has run for
-        this epoch yet."""
+        this epoch yet.
+
+        Args:
+            options: the run's options, encoded; b"" leaves this peer's own in the groups.
+        """
         replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-        for name, values in self._columns_of(options).items():
+        for name, values in (self._columns_of(options) if options else {}).items():
             own = self._column(name) if name in self._holders else []
-            if isinstance(values, bytes) or own == values:
+            if isinstance(values, bytes):
                 continue
-            self._tell_difference(name, own, values)
+            if own != values:
+                self._tell_difference(name, own, values)
             for group, mine, value in zip(self._groups(name), own, values, strict=True):
+                given = group[name]
+                group[name] = with_plain_numbers(given)
                 if mine != value:
-                    kept = mine if isinstance(group[name], torch.Tensor) else group[name]
-                    replaced.append((group, name, kept, value))
-                    put(group, name, value)
+                    _put_plain(group, name, value)
+                if mine != value or group[name] is not given:
+                    replaced.append((group, name, mine if isinstance(given, torch.Tensor) else given, value))
         try:
             yield
             self.record()
         finally:
             for group, name, kept, value in replaced:
-                if _plain(group[name]) == value:  # otherwise the step itself has changed it
+                if plain_or(group[name]) == value:  # otherwise the step itself has changed it
                     put(group, name, kept)
 
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
@@ -233,7 +253,7 @@ class GroupOptions:
         return [self._optimizer.param_groups[index] for index in self._holders[name]]
 
     def _column(self, name: str) -> list[Any]:
-        return [_plain(group.get(name)) for group in self._groups(name)]
+        return [plain_or(group.get(name)) for group in self._groups(name)]
 
     def _columns_of(self, options: bytes) -> dict[str, list[Any] | bytes]:
         """The columns (or hashes) of a message, without options that this peer's groups do not have.
@@ -248,8 +268,12 @@ class GroupOptions:
                     columns[name] = entry
             elif name in self._holders:
                 columns[name] = column = _spread(entry, len(self._holders[name]), name)
-                if not _are_alike(column, self._first[name]):
-                    raise ValueError(f"{name} is {shown(column)}, and {shown(self._first[name])} at this peer")
+                for value, first, group in zip(column, self._first[name], self._groups(name), strict=True):
+                    # An option may have become another kind of value since the start (None at first, a number later).
+                    if not are_alike(value, first) and not are_alike(value, plain_or(group.get(name))):
+                        raise ValueError(f"{name} is {value!r:.40}, and {group.get(name)!r:.40} at this peer")
+                    if isinstance(group.get(name), Enum):
+                        restored(value, group[name], name)  # raises if there is no such member
         return columns
 
 
@@ -280,6 +304,26 @@ def unpack(options: bytes) -> dict[str, Entry]:
         return _decoder.decode(options)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not the options of parameter groups: {error}") from error
+
+
+def check_options(groups: Iterable[Mapping[str, Any]], names: Iterable[str] | None = None) -> None:
+    """Check that the options of parameter groups have plain values, which peers can compare and newcomers can get.
+
+    Args:
+        groups: the parameter groups.
+        names: the options to check; all when None.
+
+    Raises:
+        ValueError: with the name of an option that has no plain value.
+    """
+    for number, group in enumerate(groups):
+        for name in group if names is None else group.keys() & set(names):
+            if name != "params" and name not in KERNELS and not is_plain(group[name]):
+                value = group[name]
+                raise ValueError(
+                    f"parameter group {number} has {name!r} = {value!r:.60}, a {type(value).__name__}: peers compare "
+                    f"the options of parameter groups, and send them to newcomers, so give {WANTED}"
+                )
 
 
 def structure(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -325,74 +369,23 @@ def _hash(what: Any) -> bytes:
 # -- values
 
 
-def plain(value: Any) -> Any:
-    """Return `value` as plain data that can be sent. Tensors with one element become numbers.
-
-    Raises:
-        TypeError: with the name of a type that can't be sent.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, numbers.Real):  # numpy's
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    raise TypeError(f"there is a {type(value).__name__} in it")
-
-
-def restored(value: Any, mine: Any, name: str) -> Any:
-    """Convert `value`, which another peer has made with `plain`, to the type of `mine`, this peer's own value.
-
-    Raises:
-        ValueError: with the `name`, if the two are of different kinds (number, text, list, dict).
-    """
-    if isinstance(mine, torch.Tensor):
-        if not isinstance(value, int | float):
-            raise ValueError(f"{name} is {value!r:.40}, and a number at this peer")
-        return torch.full_like(mine, value)
-    kinds: tuple[Any, ...] = (bool, (int, float), str, bytes, (list, tuple), dict)
-    for kind in kinds:
-        if isinstance(mine, kind):
-            if not isinstance(value, kind):
-                raise ValueError(f"{name} is {value!r:.40}, and {mine!r:.40} at this peer")
-            break
-    return type(mine)(value) if isinstance(mine, tuple | Counter) else value
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value can be sent."""
-    try:
-        return type(value) is float or bool(_encode(plain(value)))
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def _plain(value: Any, otherwise: Any = None) -> Any:
-    """Return the value as plain data, or `otherwise` if it can't be sent."""
-    return plain(value) if is_plain(value) else otherwise
-
-
-def _are_alike(value: Any, mine: Any) -> bool:
-    """Whether two plain values are of the same kind, so that a step can have one if it can have the other."""
-    if isinstance(value, list) and isinstance(mine, list):
-        return len(value) == len(mine) and all(map(_are_alike, value, mine))
-    if isinstance(value, dict) and isinstance(mine, dict):
-        return value.keys() == mine.keys() and all(_are_alike(value[key], mine[key]) for key in mine)
-    return type(value) is type(mine) or {type(value), type(mine)} == {int, float}
-
-
 @torch.no_grad()
 def put(group: dict[str, Any], name: str, value: Any) -> None:
-    """Set an option to a value. A tensor is written in place: a CUDA graph may hold its address."""
+    """Set an option to a value of its type. A tensor is written in place: a CUDA graph may hold its address."""
     mine = group[name]
     if isinstance(mine, torch.Tensor) and isinstance(value, int | float | torch.Tensor):
         mine.fill_(value)
     else:
-        group[name] = tuple(value) if isinstance(mine, tuple) else value
+        group[name] = value
+
+
+def _put_plain(group: dict[str, Any], name: str, value: Any) -> None:
+    """Set an option to a plain value, in the type that it has here if that is of the same kind."""
+    mine = group[name]
+    if not isinstance(mine, torch.Tensor):
+        with contextlib.suppress(ValueError):
+            value = restored(value, mine, name)
+    put(group, name, value)
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode

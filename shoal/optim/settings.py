@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +19,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.plain import plain_or
 from shoal.sharding.cut import cut_already
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -42,18 +42,16 @@ class Kind:
     fits: Callable[[Any], bool] = lambda value: True
 
     def check(self, name: str, value: Any) -> Any:
-        """Return the value. A number of another library (numpy) becomes one of Python, which can be sent.
+        """Return the value. A number or text of another library (numpy) becomes one of Python, which can be sent.
 
         Raises:
             ValueError: with the name of the argument, if the value makes no sense.
         """
-        plain = value
-        if isinstance(value, numbers.Real) and not isinstance(value, bool):
-            plain = int(value) if isinstance(value, numbers.Integral) else float(value)
-        is_typed = isinstance(plain, self.types) and (self.types is bool or not isinstance(plain, bool))
-        if not is_typed or not self.fits(plain):
+        own = value if isinstance(value, list | tuple) else plain_or(value, otherwise=value)
+        is_typed = isinstance(own, self.types) and (self.types is bool or not isinstance(own, bool))
+        if not is_typed or not self.fits(own):
             raise ValueError(f"{name}={value!r}: give {self.wanted}")
-        return plain
+        return own
 
 
 def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
 from shoal.optim.drift import Drift
-from shoal.optim.group_options import KERNELS, GroupOptions, is_plain, plain, restored
+from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.kept import Kept
 from shoal.optim.placement import Placement
+from shoal.optim.plain import is_plain, plain, restored
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
@@ -189,6 +190,7 @@ class TrainingState:
                 scheduler=scheduler_state(self.scheduler),
                 extras=len(part.extras),
             )
+            encoded_scalars = msgspec.msgpack.encode(scalars)
         except TypeError as error:
             raise ValueError(f"the optimizer's state can't be shared: {error}") from error
         described = [("", TensorRole.PARAMETER)] * len(part.parameters)
@@ -198,7 +200,7 @@ class TrainingState:
         exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
         layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
+        return Snapshot(tip, layout, memory.flat, encoded_scalars, codecs)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state.
@@ -549,6 +551,8 @@ class Replica(TrainingState):
         given = copy.deepcopy(state_dict)
         epoch = given["state"].pop("local_epoch", None)
         ours = given.pop("shoal", {})
+        if self.drift is None:  # otherwise these are options of the inner optimizer, which peers do not compare
+            check_options(given["param_groups"])
         with self._lock:
             self.placement.take_over()
             if self.drift is None:

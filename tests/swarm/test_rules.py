@@ -83,10 +83,13 @@ def test_the_options_that_most_hold(told: list[tuple[bytes, float]], chosen: byt
     assert RULES.options(asked) == chosen
 
 
-def test_options_that_no_step_can_be_made_with_have_no_vote() -> None:
-    asked = [msgspec.structs.replace(join_of(member(number)), options=b"bad") for number in (1, 2)]
-    asked.append(msgspec.structs.replace(join_of(member(3)), options=b"good"))
-    assert changed(RULES, options_fit=lambda options: options != b"bad").options(asked) == b"good"
+def test_options_that_the_coordinator_cannot_use_lose_a_tie_and_no_majority() -> None:
+    """If its own kind of options won against most members, it would end their round."""
+    rules = changed(RULES, options_fit=lambda options: options != b"unlike mine")
+    asked = [msgspec.structs.replace(join_of(member(n), weight=9.0), options=b"unlike mine") for n in (1, 2)]
+    asked.append(msgspec.structs.replace(join_of(member(3), weight=1.0), options=b"mine"))
+    assert rules.options(asked[1:]) == b"mine"
+    assert rules.options(asked) == b"unlike mine"
 
 
 @pytest.mark.parametrize(

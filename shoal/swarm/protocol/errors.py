@@ -15,5 +15,10 @@ class ResultLost(AveragingError):
     """A round was committed, and no member that can be reached has its result."""
 
 
+class Unusable(AveragingError):
+    """This peer itself can't use the rounds that it begins at this state. The message says why. A retry does not
+    help."""
+
+
 class Behind(AveragingError):
     """The swarm is at another state than this peer. The peer must download that state before it joins a round."""

@@ -17,7 +17,7 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, check_repair, require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
-from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
@@ -28,6 +28,7 @@ from shoal.swarm.protocol.witnesses import Witnesses
 log = logging.getLogger(__name__)
 
 MAX_BEGUN = 64  # remembered BEGINs of one signer at one tip, to notice if it signs two under one ballot
+MOST_UNUSED = 2  # BEGINs of one coordinator at one tip that this peer's input does not fit
 MAX_SIGNERS = 256  # signers that are no members and whose BEGINs are remembered
 
 
@@ -115,7 +116,9 @@ class Participant:
         self.first_begun: dict[bytes, float] = {}
         self.ended: Counter[bytes] = Counter()
         self._introduced: tuple[bytes, bytes] | None = None  # the coordinator that knows the same members as this peer
-        self._declined: dict[bytes, Tip] = {}  # coordinators that have refused this peer, and at which tip
+        # Coordinators that have refused this peer, or whose rounds it can't use, and at which tip.
+        self._declined: dict[bytes, Tip] = {}
+        self._unused: Counter[bytes] = Counter()  # at this tip, by coordinator: BEGINs that this peer can't use
         self.doubted: dict[bytes, None] = {}
         self.deposed: dict[bytes, None] = {}
         self._followed: msg.Survey | None = None  # the survey that made `ballot`
@@ -468,11 +471,26 @@ class Participant:
             self.exchange = self.input.open(begin, self._send, self.complain)
         except (RuleBroken, msgspec.MsgspecError) as error:
             self.leave()
+            self._cannot_use(begin, str(error))
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # the new round writes to its memory
         self._last, self.began, self._witnesses = None, now, Witnesses(self.me)
         self.first_begun.setdefault(begin.ballot.coordinator, now)
         self._out.append(Enter(begin))
+
+    def _cannot_use(self, begin: msg.Begin, reason: str) -> None:
+        """This peer's input does not fit that BEGIN. The next BEGIN of this tip and coordinator will not fit, either.
+        So after the second one this peer joins no more rounds of that coordinator at this tip. If it has begun both
+        itself, the call that brought the input fails."""
+        by = begin.ballot.coordinator
+        self._unused[by] += 1
+        if self._unused[by] < MOST_UNUSED:
+            return
+        if by == self.me:
+            self.fail(Unusable(reason))
+        else:
+            self._declined[by] = self.tip
+            self.rejoin(by)
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
         """The reducers of the round are connected, and the input can be read: send the first parts."""
@@ -743,7 +761,7 @@ class Participant:
         """Move to another state."""
         self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
         self.doubted, self.deposed, self._begun, self.asked = {}, {}, {}, {}
-        self.first_begun, self.ended = {}, Counter()
+        self.first_begun, self.ended, self._unused = {}, Counter(), Counter()
         self.leave()
 
 

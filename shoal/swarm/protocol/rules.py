@@ -42,7 +42,8 @@ class Rules:
         state_every: state is due in the rounds that end epochs number `state_every`, 2 * `state_every`, and so on,
             counted from 1.
         state_always: whether to average the state whenever it is due, even if all members hold the same.
-        options_fit: whether all members could use the options of a JOIN for their steps; other options get no vote.
+        options_fit: whether this peer can use the options of a JOIN for its own steps. If votes are equal, such options
+            win.
     """
 
     sizes: tuple[int, ...]
@@ -101,14 +102,19 @@ class Rules:
 
     def options(self, joins: Iterable[Join]) -> bytes:
         """The options with which all members make the step after a round with these JOINs: those that most JOINs with
-        options have, and on a tie those with more samples. b"" if no JOIN has any."""
+        options have, even if this peer can't use them. On a tie those that it can use, and of these those with more
+        samples. b"" if no JOIN has any."""
         votes: Counter[bytes] = Counter()
         samples: defaultdict[bytes, float] = defaultdict(float)
         for join in joins:
-            if join.options and self.options_fit(join.options):
+            if join.options:
                 votes[join.options] += 1
                 samples[join.options] += join.weight
-        return max(votes, key=lambda options: (votes[options], samples[options], options), default=b"")
+
+        def rank(options: bytes) -> tuple[int, bool, float, bytes]:
+            return votes[options], self.options_fit(options), samples[options], options
+
+        return max(votes, key=rank, default=b"")
 
     def vector(self, epoch: int, with_state: bool) -> tuple[int, ...]:
         """The sizes of all buffers that the round of that epoch averages, with the state itself or without."""

@@ -78,6 +78,11 @@ def is_no_client_on_a_dht_that_is(scene: Scene) -> str:
     return raised(lambda: scene.optimizer(scene.another_dht(client_mode=True), client_mode=False))
 
 
+@provokes("parameter group N has …, a …: peers compare the options of parameter groups …")
+def has_an_option_that_nobody_can_compare(scene: Scene) -> str:
+    return raised(lambda: scene.optimizer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1, dampening=1j)))
+
+
 @provokes("can't listen at …")
 def takes_a_port_that_is_taken(_: Scene) -> str:
     with socket.create_server(("127.0.0.1", 0)) as taken:

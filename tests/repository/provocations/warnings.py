@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import shoal
+from shoal.optim.group_options import GroupOptions
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
@@ -63,6 +64,15 @@ def the_other_never_joins(scene: Scene) -> None:
     # Until the other has said so, nobody knows that it takes part.
     scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(protocol_peer, "SETTLE_SECONDS", 1.0)
     pair(scene, matchmaking_time=60.0, averaging_timeout=1.0)[0].step(batch_size=64)
+
+
+@provokes("no average (the round's step needs options …): going on with this peer's own gradients and options")
+def it_cannot_use_its_own_rounds(scene: Scene) -> None:
+    optimizer = scene.optimizer()
+    # Only a fault, or another thread that writes into the groups meanwhile, brings this about.
+    misfit = "lr is 'high', and 0.1 at this peer"
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(GroupOptions, "misfit", lambda *_: misfit)
+    optimizer.step(batch_size=64)
 
 
 @provokes("N peers are here, and min_peers=M: the next step tries again")
