@@ -80,7 +80,7 @@ def is_no_client_on_a_dht_that_is(scene: Scene) -> str:
 
 @provokes("parameter group N has …, a …: peers compare the options of parameter groups …")
 def has_an_option_that_nobody_can_compare(scene: Scene) -> str:
-    return raised(lambda: scene.optimizer(optimizer=lambda params: torch.optim.SGD(params, lr=0.1, dampening=1j)))
+    return raised(lambda: scene.optimizer(optimizer=lambda p: torch.optim.SGD([{"params": p, "note": print}], lr=0.1)))
 
 
 @provokes("can't listen at …")
