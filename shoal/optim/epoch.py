@@ -32,6 +32,7 @@ from shoal.optim.strand_rounds import StrandRounds
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.view import LONGEST_PAUSE
 from shoal.transfer.donor import EncodedState, StateDonor
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NothingWanted
 
@@ -163,6 +164,12 @@ class Epoch:
         behind = self._run.swarm.behind
         return behind is not None and not self.is_busy and behind.outranks(self._replica.tip)
 
+    @property
+    def _rests(self) -> bool:
+        """Whether this peer could not download the state that others hold, and waits before it tries again. Meanwhile
+        it keeps its state, brings no samples and ends no epoch, so nobody waits for it."""
+        return not self.is_busy and self._run.swarm.rests(self._replica.tip)
+
     def begin(self) -> None:
         """From now on the coordinator waits for this peer.
 
@@ -180,7 +187,7 @@ class Epoch:
         """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if its round is due. If
         others have ended the epoch without this peer, download their state instead. Raises as `Optimizer.step`."""
         self._forks.look(self._made_with)
-        if not self._follow_pin():
+        if not self._follow_pin() or self._rests:
             return
         if self.is_behind:
             if self._drift is not None and self._drift.has_moved and batch_size:
@@ -515,7 +522,7 @@ class Epoch:
             return False  # all peers that were asked have left meanwhile
 
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
-        """Download the state. If that fails, continue from this peer's own, and try again after a while.
+        """Download the state. If that fails, keep this peer's own, and try again after a while.
 
         Raises:
             Rejected: if the state does not fit this peer, and this peer is a newcomer.
@@ -531,16 +538,25 @@ class Epoch:
         except AveragingError as error:
             if isinstance(error, Rejected) and not self._run.swarm.made:
                 raise
-            fields = self._run.faults.add(FaultKind.DOWNLOAD, str(error))
-            log.warning(
-                "could not download the state that others hold, and go on from this peer's own: %s", error, extra=fields
-            )
-        cost = time.monotonic() - began
-        self._run.call(lambda: self._run.swarm.forget_behind(cost))
-        if not self._run.donors() and self._run.swarm.tip != self._replica.tip:
-            # The members of the last round have left before this peer could follow them to their state.
+            self._pause(began, error)
+        else:
+            self._pause(began)
+
+    def _pause(self, began: float, error: AveragingError | None = None) -> None:
+        """A download that began at `began` has brought no state. Do not try again for a while."""
+        swarm, tip, cost = self._run.swarm, self._replica.tip, time.monotonic() - began
+        self._run.ask_where_they_are(self._run.donors())  # others may be at this peer's state, and count on it
+        if swarm.tip != tip:  # this peer could not follow the members of the last round, which must not wait for it
             self._accumulation.leave()
-            self._run.follow(self._replica.tip)
+            self._run.follow(tip)
+        seconds = self._run.call(lambda: swarm.forget_behind(cost))
+        if error is None:
+            return
+        what = "it brings no samples" if swarm.rests(tip) else "it goes on training with those that hold the same one"
+        log.warning(
+            "could not download the state that others hold: %s. This peer keeps its own; %s, and tries again in %.0f s",
+            error, what, min(seconds, LONGEST_PAUSE), extra=self._run.faults.add(FaultKind.DOWNLOAD, str(error)),
+        )  # fmt: skip
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
         """Set the replica to the state that most of the donors hold, among the states that are not behind this peer's,

@@ -418,13 +418,15 @@ class RunProgress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count the time within this context to no step, for example that of a round that the trainer waits for."""
+        """Count the time within this context to no step, for example that of a round that the trainer waits for. If the
+        clock is restarted within it, for example after a download, the context leaves out what follows until its end.
+        """
         began = time.monotonic()
         try:
             yield
         finally:
             if self._since is not None:
-                self._since += time.monotonic() - began
+                self._since += time.monotonic() - max(began, self._since)
 
     def start(self) -> None:
         """From now on, ask for the progress of others when this peer has nothing to report."""

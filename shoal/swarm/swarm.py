@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -275,11 +276,22 @@ class Swarm:
             self.move(best)
         return self.tip
 
-    def forget_behind(self, cost: float = 0.0) -> None:
+    def forget_behind(self, cost: float = 0.0) -> float:
         """Do not ask for states that outrank this peer's for a while: no member could send one, and the attempt took
-        `cost` seconds."""
-        for time in self.peer.view.ignore(self.tip, self._now(), cost):
+        `cost` seconds.
+
+        Returns:
+            After how many seconds it may ask again; infinity if no state was ignored.
+        """
+        now = self._now()
+        times = self.peer.view.ignore(self.tip, now, cost)
+        for time in times:
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
+        return min(times, default=math.inf) - now
+
+    def rests(self, tip: Tip) -> bool:
+        """Whether a peer whose state is `tip` should make no epoch for now, see `View.rests`."""
+        return self.peer.view.rests(tip, self._now())
 
     def is_reached(self, reach: Reach) -> None:
         """Members reach this peer in this way from now on. Tells all members if that is a change."""
@@ -354,7 +366,8 @@ class Swarm:
                 self._act()
             return answer
         await self._heed(coordinator.key, report.tip, answer)
-        if isinstance(answer, msg.Hello) and answer.tip.outranks(self.tip) and not self.missed:
+        is_heeded = not self.missed and not self.peer.view.ignores(coordinator.key, self._now())
+        if isinstance(answer, msg.Hello) and answer.tip.outranks(self.tip) and is_heeded:
             raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
         return msg.Count(report.tip, report.samples, report.rate, 1, False)
 

@@ -171,7 +171,9 @@ def test_numbers_of_numpy_get_votes() -> None:
         assert type(made[2][1].param_groups[0]["maximize"]) is np.bool_
 
 
-@pytest.mark.parametrize("value", [object(), print, 1j, torch.zeros(2), torch.float32], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), print, 1j, torch.zeros(2), torch.float32], ids=lambda value: type(value).__name__
+)
 def test_what_has_no_plain_value_is_refused_by_name(alone: Alone, value: Any) -> None:
     with pytest.raises(ValueError, match=r"parameter group 0 has 'mode' = .*give a number"):
         alone(make_model(), target_batch_size=8, optimizer=lambda params: Moded(params, value))

@@ -388,3 +388,24 @@ def test_a_coordinator_that_hangs_does_not_keep_the_trainer_from_a_round(swarm: 
         tracker._reactor.loop.call_soon_threadsafe(swarm.due.set)
         waiting.result(60)
     assert tracker.ready_to_update_epoch
+
+
+def test_a_download_within_a_pause_takes_no_time_of_a_step(swarm: FakeRun, tracker: RunProgress, clock: Clock) -> None:
+    """The pause counted twice once a download restarted the clock within it: the next step took less than no time, and
+    everybody refused this peer's reports."""
+    tracker.report(0.0)
+    clock.sleep(0.3)
+    with tracker.paused():
+        clock.sleep(2.0)
+        tracker.restart_clock()
+        clock.sleep(1.0)
+    clock.sleep(0.1)
+    tracker.report(8.0)
+    wait_until(lambda: swarm.heard[-1].samples == 8.0)
+    assert swarm.heard[-1].seconds == pytest.approx(0.1)
+    with tracker.paused():
+        clock.sleep(2.0)
+    clock.sleep(0.2)
+    tracker.report(16.0)
+    wait_until(lambda: swarm.heard[-1].samples == 16.0)
+    assert swarm.heard[-1].seconds == pytest.approx(0.15), "the median of both steps"

@@ -301,6 +301,16 @@ class Coordinator:
         self._follow_the_first()
         return self.tick(now)
 
+    def went_back(self, key: bytes, now: float) -> list[Send | Ask]:
+        """A member has gone back from this tip to an earlier state. BEGIN does not wait for it, unless it reports
+        samples again."""
+        self.veterans -= {key}
+        self.counts.pop(key, None)
+        self._forget_join(key)
+        self.pace.lost(key)
+        self._follow_the_first()
+        return self.tick(now)
+
     def _forget_join(self, key: bytes) -> None:
         for of_members in (self.joins, self.gathered, self.wait_until, self.kept_out):
             of_members.pop(key, None)

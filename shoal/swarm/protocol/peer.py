@@ -285,8 +285,12 @@ class Peer:
         participant, commit = self.participant, self.participant.commit
         if self.keeps_state and not tip.is_state_of(self.tip):
             self.tips.append((key, tip))
-        # A member at the tip before, which was in the round from there, is about to receive the commit.
-        follows = commit is not None and commit.tip == tip and key in commit.members
+        # A member at the tip before, which was in the round from there, is about to receive the commit. But if it had
+        # the commit and went back, it could not follow, and nobody waits for it.
+        goes_back = self.view.goes_back(key, tip)
+        follows = commit is not None and commit.tip == tip and key in commit.members and not goes_back
+        if goes_back and self.lead.is_before_begin:
+            self.out.extend(self.lead.went_back(key, now))
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
         if not tip.outranks(self.tip) or self.view.ignores(key, now):

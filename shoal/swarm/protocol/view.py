@@ -128,12 +128,14 @@ class _Claim:
 
     Attributes:
         tip: the name of the state.
+        said: the tip in its last message about it; `tip` may follow from a COMMIT.
         behind: whether this peer's state outranks it. Then the member will download, and is no candidate.
         ignored_until: before this time this peer does not ask for the state, because no member could send it.
         pause: for how many seconds the state is ignored the next time.
     """
 
     tip: Tip
+    said: Tip | None = None
     behind: bool = False
     ignored_until: float = float("-inf")
     pause: float = FIRST_PAUSE
@@ -253,13 +255,20 @@ class View:
 
     # -- who coordinates
 
+    def goes_back(self, key: bytes, tip: Tip) -> bool:
+        """Whether a member that says that it holds the state `tip` has said before that it holds a better one."""
+        claim = self._claims.get(key)
+        return claim is not None and claim.said is not None and claim.said.outranks(tip)
+
     def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
         """A member has said that it holds the state `tip`, which may be `behind` this peer's state. Returns whether the
         member becomes a candidate by that, or stops being one."""
         if key not in self.members:
             return False
         claim = self._claims.setdefault(key, _Claim(tip))
-        was_behind, claim.tip, claim.behind = claim.behind, tip, behind
+        if tip.pin > claim.tip.pin:
+            claim.ignored_until = float("-inf")  # the owner wants all peers to follow that state
+        was_behind, claim.tip, claim.said, claim.behind = claim.behind, tip, tip, behind
         return was_behind != behind
 
     def candidates(self, epoch: int) -> list[Member]:
@@ -302,6 +311,23 @@ class View:
         """Whether this peer ignores the state that the member claims to hold, at present."""
         claim = self._claims.get(key)
         return claim is not None and now < claim.ignored_until
+
+    def rests(self, tip: Tip, now: float) -> bool:
+        """Whether a peer whose state is `tip` should make no epoch for now. It should not if the states that outrank
+        its own are all ignored, because no member could send one, and at least as many connected members say that they
+        hold one of them as are at `tip`, this peer included. Otherwise those members lie, or are cut off from this
+        peer's side. May be called from any thread."""
+        here, ahead = 1, 0
+        for key, claim in list(self._claims.items()):
+            if not (self.keeps_state(key) and self.reaches(key)):
+                continue
+            if claim.tip.outranks(tip):
+                if claim.ignored_until <= now:
+                    return False  # this peer asks for that state
+                ahead += 1
+            elif claim.tip == tip:
+                here += 1
+        return ahead >= here
 
     def ignore(self, better_than: Tip, now: float, cost: float = 0.0) -> list[float]:
         """Ignore all states that outrank `better_than` for a while, because no member could send one.

@@ -80,7 +80,7 @@ def too_few_are_here(scene: Scene) -> None:
     scene.optimizer(min_peers=2, matchmaking_time=0.5).step(batch_size=64)
 
 
-@provokes("could not download the state that others hold, and go on from this peer's own: …")
+@provokes("could not download the state that others hold: …")
 def the_donor_gives_nothing(scene: Scene) -> None:
     first = scene.optimizer(load_state_timeout=1.0)
     first.step(batch_size=64)
