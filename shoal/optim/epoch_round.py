@@ -146,6 +146,7 @@ def make_run(
     rules = Rules(
         sizes=sizes,
         matchmaking_time=settings.matchmaking_time,
+        own_rounds=settings.averaging_timeout if isinstance(gradients, OwnRounds) else 0.0,
         round_timeout=settings.allreduce_timeout,
         min_group=settings.min_group,
         min_share=settings.min_share,

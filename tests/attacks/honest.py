@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,24 @@ class Honest:
         initial_peers: of the DHT.
         batch, pause: each step has so many samples, and takes so many seconds at least.
         strands: of the run.
+        mode: more arguments of the optimizer.
         dht: more arguments of the DHT.
     """
 
     def __init__(
-        self, initial_peers: list[str], batch: int = 8, pause: float = 0.1, strands: int = 1, **dht: Any
+        self,
+        initial_peers: list[str],
+        batch: int = 8,
+        pause: float = 0.1,
+        strands: int = 1,
+        mode: Mapping[str, Any] | None = None,
+        **dht: Any,
     ) -> None:
         self.batch, self.pause, self.stopped, self.loss = batch, pause, threading.Event(), 0.0
         self._lines = threading.Lock()
         self.dht = shoal.DHT(initial_peers, start=True, **dht)
         self.model = make_model()
-        self.optimizer = make_optimizer(self.dht, self.model, strands)
+        self.optimizer = make_optimizer(self.dht, self.model, strands, **(mode or {}))
         self.optimizer.on_event = self.heard
 
     def say(self, **line: Any) -> None:

@@ -2,10 +2,10 @@
 likes, on lines of 20 to 100 Mbit/s where network namespaces can be made.
 
 Eight peers train a tiny model, with epochs of about a second. Every 10 s one is killed, or stopped for 5 to 40 s, and
-one is started: a new one, or one with a checkpoint that may be old, in half of the cases as the peer that wrote it. A
-few times, where there are namespaces, half of them are cut off from the others, so that the run forks. The first two
-are stopped, but never killed: they show what a process holds after a long time. Prints a table and a JSON line; exits
-with status 1 if a promise is broken (see promises.py).
+one is started: a new one, or one with a checkpoint that may be old, in half of the cases as the peer that wrote it. One
+of five has no memory for a download at first. A few times, where there are namespaces, half of them are cut off from
+the others, so that the run forks. The first two are stopped, but never killed: they show what a process holds after a
+long time. Prints a table and a JSON line; exits with status 1 if a promise is broken (see promises.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.peers import PeerProcess
 from tests.soak.lines import Place, cut, heal, places
+from tests.soak.modes import MODES
 from tests.soak.promises import FAULTS, Life, Report, judge, table
 
 PEERS = 8
@@ -32,6 +33,7 @@ OLD = 2  # that are not killed
 BEAT = 10.0  # seconds between two blows
 STOPPED = (5.0, 40.0)  # seconds
 CUT_SECONDS = 30.0
+STARVED, STARVED_FOR = 0.2, (5.0, 30.0)  # the share of those that are started, and seconds
 CALM = 20.0  # seconds without blows, in the end
 START_SECONDS = 60.0
 
@@ -112,10 +114,11 @@ class Chaos:
         room: where trainers may live.
         folder: for logs, checkpoints and identities.
         fault: of the first trainer, see `tests.soak.trainer`.
+        mode: of all trainers, see `tests.soak.modes`.
     """
 
-    def __init__(self, rng: random.Random, room: list[Place], folder: Path, fault: str) -> None:
-        self.rng, self._room, self._folder, self._fault = rng, list(room), folder, fault
+    def __init__(self, rng: random.Random, room: list[Place], folder: Path, fault: str, mode: str) -> None:
+        self.rng, self._room, self._folder, self._fault, self._mode = rng, list(room), folder, fault, mode
         self.trainers: list[Trainer] = []
         self.blows: Counter[str] = Counter()
         self.notes: list[dict[str, Any]] = []
@@ -134,18 +137,23 @@ class Chaos:
     # -- coming
 
     def start(self, *, new: bool = False) -> Trainer:
-        """Start a trainer: a new one, or one with a checkpoint."""
+        """Start a trainer: a new one, or one with a checkpoint. Some have no memory for a download at first."""
         number = len(self.trainers)
         first = [trainer.addresses[0] for trainer in self._living() if trainer.addresses]
         self.rng.shuffle(first)
         options: dict[str, Any] = {"initial_peers": first, "load": "", "fault": "" if number else self._fault}
+        options |= {"mode": self._mode, "starved": 0.0}
+        if not new and self.rng.random() < STARVED:
+            options["starved"] = self.rng.uniform(*STARVED_FOR)
+            self.blows["starved"] += 1
         how = "new"
         if not new and self.rng.random() < 0.5:
             how = self._from_checkpoint(options)
         trainer = Trainer(number, self._room.pop(0), options, self._folder)
         self.trainers.append(trainer)
         self.blows[f"started {how}"] += 1
-        self._note(f"{trainer.name} is started, {how} {Path(options['load']).name}")
+        without = f", for {options['starved']:.0f} s without memory" if options["starved"] else ""
+        self._note(f"{trainer.name} is started, {how} {Path(options['load']).name}{without}")
         return trainer
 
     def _from_checkpoint(self, options: dict[str, Any]) -> str:
@@ -266,17 +274,25 @@ class Chaos:
 
 
 def soak(
-    seconds: float, seed: int, folder: Path, *, calm: float = CALM, beat: float = BEAT, cuts: int = 0, fault: str = ""
+    seconds: float,
+    seed: int,
+    folder: Path,
+    *,
+    calm: float = CALM,
+    beat: float = BEAT,
+    cuts: int = 0,
+    fault: str = "",
+    mode: str = "default",
 ) -> tuple[Report, dict[str, Any]]:
     """Run it. Returns the report, and all of it for a JSON line."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with places(PEERS + SPARE, rng) as (room, where):
-        print(f"seed {seed}, on {where}; logs: {folder}", file=sys.stderr, flush=True)
-        chaos = Chaos(rng, room, folder, fault)
+        print(f"seed {seed}, {mode}, on {where}; logs: {folder}", file=sys.stderr, flush=True)
+        chaos = Chaos(rng, room, folder, fault, mode)
         report = chaos.run(seconds, calm, beat, cuts if room[0].port else 0)
     warnings = Counter(line["level"] for trainer in chaos.trainers for line in trainer.of("log"))
-    more = {"seed": seed, "seconds": seconds, "peers": PEERS, "lines": where, "blows": dict(chaos.blows)}
+    more = {"seed": seed, "mode": mode, "seconds": seconds, "peers": PEERS, "lines": where, "blows": dict(chaos.blows)}
     with (folder / "said.jsonl").open("w") as file:
         for note in chaos.notes:
             file.write(json.dumps(note) + "\n")
@@ -292,11 +308,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--logs", type=Path, help="folder for logs and checkpoints; default: a new one in /tmp")
     parser.add_argument("--fault", choices=FAULTS, default="", help="of the first trainer, to see that it is noticed")
+    parser.add_argument("--mode", choices=MODES, default="default", help="how all train")
     parser.add_argument("--cuts", type=int, default=3, help="times that half of the trainers are cut off")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that nothing is left behind
     folder = options.logs or Path(tempfile.mkdtemp(prefix="soak-"))
-    report, line = soak(60 * options.minutes, options.seed, folder, cuts=options.cuts, fault=options.fault)
+    report, line = soak(
+        60 * options.minutes, options.seed, folder, cuts=options.cuts, fault=options.fault, mode=options.mode
+    )
     print(table(report))
     print(json.dumps(line), flush=True)
     if report.broken:

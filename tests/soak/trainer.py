@@ -3,13 +3,15 @@ holds and which forks it has told of, and that writes checkpoints.
 
 Argument: one JSON object with `initial_peers`, `log`, `address` (to listen at), `namespace` (to live in; "" for none),
 `identity` (a file), `checkpoints` (what the names of its checkpoints begin with), `load` (a checkpoint; "" for none),
-and `fault` (one of FAULTS; "" for none).
+`mode` (one of MODES), `starved` (for so many seconds there is no memory for a download), and `fault` (one of FAULTS; ""
+for none).
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -22,8 +24,10 @@ import torch
 
 import shoal
 from shoal.optim.reports import Event
+from shoal.transfer import transfer
 from tests.attacks.honest import Honest, run
 from tests.soak.held import process_holds
+from tests.soak.modes import MODES
 
 PAUSE = 0.2  # seconds of a step: eight peers reach the target in about a second
 HELD_SECONDS = 5.0  # between two lines about what the process holds
@@ -41,7 +45,9 @@ class SoakedTrainer(Honest):
 
     def __init__(self, options: dict[str, Any]) -> None:
         listen, identity = [f"/ip4/{options['address']}/tcp/0"], options["identity"]
-        super().__init__(options["initial_peers"], pause=PAUSE, host_maddrs=listen, identity_path=identity)
+        _starve(options["starved"])
+        mode = MODES[options["mode"]]
+        super().__init__(options["initial_peers"], pause=PAUSE, mode=mode, host_maddrs=listen, identity_path=identity)
         self._checkpoints, self._fault = options["checkpoints"], options["fault"]
         self._began = self._saved = self._counted = time.monotonic()
         self._said = ""  # the tip whose state it has said last
@@ -78,6 +84,19 @@ class SoakedTrainer(Honest):
 
     def _is_at(self, fault: str) -> bool:
         return self._fault == fault and time.monotonic() - self._began > FAULT_SECONDS
+
+
+def _starve(seconds: float) -> None:
+    """For so many seconds, there is no memory for a download."""
+    until, allocate = time.monotonic() + seconds, vars(transfer)["empty"]
+
+    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if time.monotonic() < until:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        memory: torch.Tensor = allocate(numel, dtype)
+        return memory
+
+    vars(transfer)["empty"] = empty
 
 
 def _threads() -> list[str]:

@@ -417,6 +417,68 @@ def test_a_newcomer_that_has_reported_is_waited_for_and_so_is_a_veteran_that_has
     assert the(join(coordinator, 2), Begin).members == members(1, 2, 3)
 
 
+COUNTED = replace(RULES, target_samples=100.0)
+
+
+def counting(rules: Rules = COUNTED, *numbers: int) -> Coordinator:
+    """These members have reported 40 samples each, and are called."""
+    coordinator = gathering(1, *numbers, rules=rules)
+    for number in numbers:
+        coordinator.progress(key(number), Progress(TIP, 40.0, 1.0), 0.0)
+    assert coordinator.phase is Phase.GATHERING
+    return coordinator
+
+
+def begins_at(coordinator: Coordinator) -> float:
+    """When the round begins if nobody else joins."""
+    now = 0.0
+    while coordinator.phase is Phase.GATHERING and now < 1000.0:
+        at = coordinator.wake_at()
+        now = 1000.0 if at is None else max(now, at)
+        coordinator.tick(now)
+    return now
+
+
+def test_a_round_of_nothing_does_not_end_the_epoch_of_those_who_have_samples() -> None:
+    """One that comes without samples and joins first made an epoch of nothing alone, and the others' samples were
+    lost."""
+    coordinator = counting(COUNTED, 2, 3, 4)
+    join(coordinator, 1, weight=0.0)
+    assert begins_at(coordinator) == 1000.0
+    join(coordinator, 2, 1000.0, weight=40.0)
+    coordinator.tick(1000.0 + REMINDER_SECONDS)
+    assert coordinator.phase is Phase.RUNNING
+
+
+def test_a_round_of_nothing_begins_if_nobody_else_has_anything() -> None:
+    """The gradients of all who have reported may be infinite."""
+    coordinator = counting(COUNTED, 2, 3, 4)
+    for number in (2, 3, 4):
+        join(coordinator, number, weight=0.0)
+    assert begins_at(coordinator) < 100.0
+
+
+@pytest.mark.parametrize(
+    ("own_rounds", "joined", "least", "most"), [(0.0, 1, 10.0, 12.0), (30.0, 1, 40.0, 42.0), (30.0, 2, 0.0, 12.0)]
+)
+def test_while_few_have_joined_it_waits_for_the_rounds_of_their_own(
+    own_rounds: float, joined: int, least: float, most: float
+) -> None:
+    coordinator = counting(replace(COUNTED, own_rounds=own_rounds), 2, 3, 4)
+    for number in (2, 3)[:joined]:
+        join(coordinator, number, weight=40.0)
+    assert least <= begins_at(coordinator) <= most
+
+
+def test_who_has_gone_back_to_an_earlier_state_is_not_waited_for() -> None:
+    coordinator = gathering(1, 2, rules=COUNTED, veterans=frozenset(keys(1, 2)))
+    coordinator.progress(key(1), Progress(TIP, 100.0, 1.0), 0.0)
+    join(coordinator, 1, weight=100.0)
+    assert coordinator.phase is Phase.GATHERING, "it waits for a member of the last round"
+    assert [action.message for action in coordinator.went_back(key(2), 1.0) if isinstance(action.message, Begin)]
+    assert coordinator.phase is Phase.RUNNING
+
+
 # -- from BEGIN to COMMIT
 
 

@@ -390,7 +390,9 @@ class Coordinator:
         if self._is_full():
             return -math.inf
         if missing := self._missing():
-            is_final = self.reminded or self.rules.target_samples is None or self._are_few()
+            if self._are_few():
+                return self.deadline + (0.0 if self.reminded else self.haste * self.rules.own_rounds)
+            is_final = self.reminded or self.rules.target_samples is None
             return self.deadline if is_final else max(map(self._is_awaited_until, missing))
         # Until then some members may not have been found yet.
         all_are_here = all(key in self.joins for key in self.expected)
@@ -430,7 +432,14 @@ class Coordinator:
     def _can_go(self, keys: list[bytes]) -> bool:
         chosen = [self.joins[key].sender for key in keys]
         count = sum(self.rules.target_samples is None or sender.contributes for sender in chosen)
-        return count >= self.rules.least(self.last) and can_divide(chosen)
+        return count >= self.rules.least(self.last) and can_divide(chosen) and not self._is_of_nothing(keys)
+
+    def _is_of_nothing(self, keys: list[bytes]) -> bool:
+        """Whether a round of these members would end the epoch without any samples, while members that have reported
+        some have not joined: theirs would be lost."""
+        if self.rules.target_samples is None or any(self.joins[key].weight > 0 for key in keys):
+            return False
+        return any(count.samples > 0 for key, count in self.counts.items() if key not in self.joins)
 
     def _chosen(self) -> list[bytes]:
         """The members of the round: the first that joined, as many as a group may have. One that can reduce is among

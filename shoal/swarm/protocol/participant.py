@@ -644,8 +644,10 @@ class Participant:
         self.progressed_at = now
 
     def ask_to_wait(self) -> bool:
-        """Whether this peer's user makes the other members wait. If so, tells them."""
-        if self.begin is None or self.input is None or not self.input.excused():
+        """Whether this peer's user makes the other members wait. If so, tells them. (In a training run nobody waits for
+        a user, and a member is on its way anyway.)"""
+        given = self.input
+        if self.begin is None or given is None or given.tip is not None or not given.excused():
             return False
         others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
         self._send(sorted(others), msg.Waiting(self.begin.round))

@@ -24,6 +24,8 @@ class Rules:
             averages entry k mod n.
         matchmaking_time: the longest time, in seconds, from CALL to BEGIN. If samples are not counted, the first member
             that joins decides how long the round waits.
+        own_rounds: how many seconds members may take between CALL and JOIN for rounds of their own, whose results they
+            bring. As long, BEGIN waits for them while less than half of them have joined.
         round_timeout: a round that this peer has begun ends after this many seconds without progress.
         min_group: the least number of members of a round. If samples are counted, only members that contribute count.
         min_share: a round needs this share of the members that contributed to the last round. With more than a half, at
@@ -49,6 +51,7 @@ class Rules:
     sizes: tuple[int, ...]
     matchmaking_time: float
     round_timeout: float
+    own_rounds: float = 0.0
     min_group: int = 1
     min_share: float = 0.0
     target_group: int | None = None
@@ -64,6 +67,11 @@ class Rules:
     state_always: bool = False
     options_fit: Callable[[bytes], bool] = bool
     in_turn: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def longest_gathering(self) -> float:
+        """The longest time in seconds from CALL to BEGIN."""
+        return self.matchmaking_time + self.own_rounds
 
     def target(self, epoch: int, members: int) -> float | None:
         """The number of samples of all members at which the round of that epoch is called; None if the first JOIN calls
