@@ -186,6 +186,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
 
+        State dicts of older versions of torch load as in torch: numbers may be ints, floats or tensors of one element,
+        and an option that such a version did not have gets the value that torch gives it.
+
         Args:
             state_dict: a dictionary with ``"state"`` and ``"param_groups"``.
 
@@ -199,7 +202,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if sizes != expected:
             raise ValueError(f"the state dict has groups of {sizes} parameters, this optimizer of {expected}")
         merged = [
-            {**mine, **saved, "params": mine["params"]} for mine, saved in zip(self.param_groups, groups, strict=True)
+            {**mine, **saved, "params": mine["params"]}
+            for mine, saved in zip(self.param_groups, _completed(self._recipe.optimizer_class, groups), strict=True)
         ]
         states: dict[str, dict[int, dict[int, Any]]] = {name: {} for name in self._remotes}
         for number, (saved, places) in enumerate(zip(groups, self._places, strict=True)):
@@ -231,6 +235,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for name in self._places[number]:
                 options[name][number] = chosen
         return options
+
+
+def _completed(optimizer_class: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of a state dict, with the options that an older torch did not have and has not saved. Their
+    values are torch's own: each class adds them in ``__setstate__``, by which it unpickles older optimizers.
+    """
+    bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
+    for base in bases:
+        if issubclass(base, torch.optim.Optimizer) and base.__module__.startswith("torch.optim."):
+            older = base.__new__(base)
+            older.__setstate__({"state": {}, "param_groups": [dict(group) for group in groups], "defaults": {}})
+            return older.param_groups
+    return groups
 
 
 def _checked(params: Any) -> list[rpc.RRef[Tensor]]:
