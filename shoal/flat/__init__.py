@@ -29,6 +29,7 @@ from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.span import Span
+from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
 
 __all__ = [
     "BufferSpec",
@@ -39,6 +40,10 @@ __all__ = [
     "Places",
     "Span",
     "TensorEntry",
+    "after_loading",
+    "after_saving",
+    "before_loading",
+    "before_saving",
     "bytes_of",
     "grad_of",
     "holders_of",
@@ -48,4 +53,5 @@ __all__ = [
     "own_storage",
     "pick_kernels",
     "tensor_from",
+    "without_hooks",
 ]

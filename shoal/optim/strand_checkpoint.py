@@ -1,5 +1,5 @@
 """Gathers the state of an optimizer from the strands of a cluster's ranks to rank 0, and scatters it back. All ranks
-call these functions at once."""
+call these functions at once. They call no hooks of users: `StrandReplica` does so at rank 0, with whole state dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import cut, full, shared_by_all
-from shoal.flat import is_per_tensor
+from shoal.flat import is_per_tensor, without_hooks
 
 StateDict = dict[str, Any]
 
@@ -108,7 +108,8 @@ def scatter_state(
         groups.append({**options, "params": places_of_group})
         first += len(places_of_group)
     names = [group.get("param_names") for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": local, "param_groups": groups})
+    with without_hooks(optimizer):
+        optimizer.load_state_dict({"state": local, "param_groups": groups})
     for group, kept in zip(optimizer.param_groups, names, strict=True):
         if kept is not None:
             group["param_names"] = kept
@@ -129,7 +130,9 @@ def _belongs(name: str, value: object, piece: Tensor) -> bool:
 
 def _groups_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     first = 0
-    for group in optimizer.state_dict()["param_groups"]:
+    with without_hooks(optimizer):
+        packed = optimizer.state_dict()["param_groups"]
+    for group in packed:
         count = len(group["params"]) // len(strands.mine)
         names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
         numbers = list(range(first, first + count))
@@ -142,7 +145,8 @@ def _groups_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> Iter
 
 def gather_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> StateDict:
     """Gather the state of an optimizer that steps the model's own parameters. Returns {} at other ranks than 0."""
-    given = optimizer.state_dict()
+    with without_hooks(optimizer):
+        given = optimizer.state_dict()
     state = {
         number: {name: full(value) if isinstance(value, Tensor) else value for name, value in sorted(held.items())}
         for number, held in sorted(given["state"].items())
@@ -157,7 +161,8 @@ def scatter_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer, w
     for name, held in sorted(tensors.items()):
         for number, value in sorted(held.items()):
             told["state"][number][name] = cut(strands.group, value, value.dtype, parameters[number])
-    optimizer.load_state_dict(copy.deepcopy(told))  # torch would go on with the user's own tensors
+    with without_hooks(optimizer):
+        optimizer.load_state_dict(copy.deepcopy(told))  # torch would go on with the user's own tensors
 
 
 def _told(strands: Strands, whole: StateDict | None) -> tuple[StateDict, dict[str, dict[int, Tensor | Elsewhere]]]:
