@@ -49,7 +49,7 @@ def test_it_goes_on_as_torch_does(alone: Alone, mode: str, kind: type[optim.Opti
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_strands_has_the_numbers_as_torch_keeps_them(alone: Alone, tmp_path: Path, form: str) -> None:
-    """So an optimizer that was never loaded finds room for them. A parameter of one element has state of their shape."""
+    """So a new optimizer finds room for them. A parameter of one element has state of their shape."""
     values, state = old_checkpoint(optim.NAdam, form)
     params = [nn.Parameter(value.clone()) for value in values]
     optimizer = made(alone, optim.NAdam, params, "strands")

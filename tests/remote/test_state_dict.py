@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from shoal.remote import RemoteOptimizerError
 from tests.old_checkpoints import NEW_OPTIONS
 from tests.remote.process import FIRST, SECOND, TRAINER
 from tests.remote.tables import Table, assert_close, local_params, local_step, make_tables, params, step, values
+from tests.state_dict_hooks import register_hooks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
@@ -179,3 +180,35 @@ def gives_copies() -> None:
 
 def test_a_state_dict_is_a_copy_even_of_this_process(trainer) -> None:
     trainer(gives_copies)
+
+
+class Noting(torch.optim.SGD):
+    """Has no functional form, and hooks of its own, which workers call."""
+
+    called: ClassVar[list[str]] = []
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.register_state_dict_pre_hook(lambda _: self.called.append("saving"))
+        self.register_load_state_dict_post_hook(lambda _: self.called.append("loaded"))
+
+
+def calls_hooks() -> None:
+    tables = make_tables((FIRST, TRAINER))
+    for kind in (torch.optim.SGD, Noting):
+        optimizer = DistributedOptimizer(kind, params(tables), lr=0.5, momentum=0.9)
+        called: list[str] = []
+        register_hooks(optimizer, called)
+        step(optimizer, tables)
+        saved = optimizer.state_dict()
+        assert saved.pop("note") == "saved"
+        before = copy.deepcopy(saved)
+        optimizer.load_state_dict(saved)
+        step(optimizer, tables)
+        assert called == ["saving", "saved first", "saved", "loading", "loaded 0.25"]
+        torch.testing.assert_close(saved, before)
+    assert Noting.called == ["saving", "loaded"], "of the part of this worker"
+
+
+def test_hooks_of_the_trainer_are_called_as_torch_calls_them(trainer) -> None:
+    trainer(calls_hooks)
