@@ -270,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
                 _show_what_happens()
             admit_to(lambda: dht.node, run_id, membership)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
-        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
+        self.target_batch_size, self.batch_size_per_step = settings.target_batch_size, settings.batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
