@@ -36,7 +36,6 @@ from shoal.dht.records import (
 )
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
-from shoal.dht.run_keys import MAX_HEALTH_BYTES, MAX_HEALTH_SECONDS, is_excessive, is_misplaced
 from shoal.dht.search import Heed, search
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator, RecordValidator, SignatureValidator
@@ -302,12 +301,7 @@ class DHTNode:
         kept = dict.fromkeys(records, False)
         valid = [record for record in records if self._records.is_valid(record)]
         if len(valid) < len(records):
-            why = "the validators refuse them"
-            if any(map(is_misplaced, records)):
-                why = "under a run's key each peer has its own subkey"
-            elif any(is_excessive(record, self._clock()) for record in records):
-                bounds = f"{MAX_HEALTH_BYTES} bytes at most, and expires within {MAX_HEALTH_SECONDS:g} s"
-                why = f"a health record takes {bounds}"
+            why = self._records.refusal(next(record for record in records if record not in valid))
             log.warning("%d records are not stored: %s", len(records) - len(valid), why)
         if not valid:
             return kept

@@ -102,8 +102,8 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def local_samples_accumulated(self) -> float:
-        """The number of samples since the last reset, an int if it is whole. A subclass that accumulates in another way may set this and
-        `local_times_accumulated`."""
+        """The number of samples since the last reset; an int if it is whole. A subclass that accumulates in another way
+        may set this and `local_times_accumulated`."""
         return self._accumulator.samples
 
     @local_samples_accumulated.setter
