@@ -255,11 +255,12 @@ def hooks() -> Any:
         return adam[0]
 
     optimizer = made(model, optimizer=keeping)
+    noted: Any = lambda what: lambda *_: called.append(what)  # noqa: E731
     for each, name in ((optimizer, ""), (adam[0], "wrapped ")):
-        each.register_state_dict_pre_hook(lambda _, name=name: called.append(f"{name}saving"))
-        each.register_state_dict_post_hook(lambda _, __, name=name: called.append(f"{name}saved"))
-        each.register_load_state_dict_pre_hook(lambda _, __, name=name: called.append(f"{name}loading"))
-        each.register_load_state_dict_post_hook(lambda _, name=name: called.append(f"{name}loaded"))
+        each.register_state_dict_pre_hook(noted(f"{name}saving"))
+        each.register_state_dict_post_hook(noted(f"{name}saved"))
+        each.register_load_state_dict_pre_hook(noted(f"{name}loading"))
+        each.register_load_state_dict_post_hook(noted(f"{name}loaded"))
     backward(model)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())

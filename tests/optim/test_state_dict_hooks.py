@@ -102,7 +102,7 @@ def test_in_their_order_and_with_what_they_return(alone: Alone, mode: str) -> No
         for prepend in (False, True):
             each.register_state_dict_post_hook(saved, prepend=prepend)
             each.register_load_state_dict_pre_hook(loading, prepend=prepend)
-        each.register_load_state_dict_pre_hook(lambda _, __, order=order: order.append("first"), prepend=True)
+        each.register_load_state_dict_pre_hook(lambda *_, order=order: order.append("first"), prepend=True)  # type: ignore[misc]
         removed = each.register_load_state_dict_post_hook(loaded)
         state = each.state_dict()
         before = copy.deepcopy(state["param_groups"])
