@@ -59,6 +59,9 @@ class ClosedRunValidator(RecordValidator):
                 del self._known[next(iter(self._known))]
         return self._known[digest]
 
+    def refusal(self, record: DHTRecord) -> str:
+        return "the run is closed: under its keys, members write with their membership, and its owner what is signed"
+
     def _is_signed(self, record: DHTRecord, run: ClosedRun, end: str) -> bool:
         owners = owners_of(record)
         if len(owners) != 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from itertools import islice
 
 from shoal.dht.records import MAX_SECONDS_AHEAD, NO_SUBKEY, DHTRecord, decode_subkey, decode_value
-from shoal.dht.run_keys import is_excessive, is_misplaced
+from shoal.dht.run_keys import MAX_HEALTH_BYTES, MAX_HEALTH_SECONDS, is_excessive, is_misplaced
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator
 
+MAX_DESCRIBED = 16  # entries of a dictionary whose types are in a message
 CLOCK_DIFFERENCE = 60.0  # seconds that another node's clock may be ahead: it may store a record for a whole day
 
 
@@ -49,6 +52,25 @@ class KeptRecords:
             return False
         return True
 
+    def refusal(self, record: DHTRecord) -> str:
+        """Why `is_valid` is false of a record that this peer has made, for its log."""
+        if is_misplaced(record):
+            return "under a run's key each peer has its own subkey"
+        if is_excessive(record, self._clock()):
+            return (
+                f"a health record takes {MAX_HEALTH_BYTES} bytes at most, and expires within {MAX_HEALTH_SECONDS:g} s"
+            )
+        place = f"key {decode_subkey(record.key)!r}"
+        if record.subkey != NO_SUBKEY:
+            place += f", subkey {decode_subkey(record.subkey)!r}"
+        return f"{place}, value of type {self._type_of_value(record)}: {self._validator.refusal(record)}"
+
+    def _type_of_value(self, record: DHTRecord) -> str:
+        for encoded in (self._validator.strip_value(record), record.value):  # the latter was not signed
+            with contextlib.suppress(ValueError):
+                return described(decode_value(encoded))
+        return "bytes"
+
     def holds(self, record: DHTRecord) -> bool:
         """Whether this very record is kept, and so was found valid before."""
         return self._storage.holds(record) or self._cache.holds(record)
@@ -73,3 +95,11 @@ class KeptRecords:
     def count(self) -> int:
         """How many keys have stored records."""
         return len(self._storage.key_ids())
+
+
+def described(value: object) -> str:
+    """The type of a value, for a message; of a dictionary also those of its first entries."""
+    if not isinstance(value, dict) or not value:
+        return type(value).__name__
+    entries = [f"{key}: {type(item).__name__}" for key, item in islice(value.items(), MAX_DESCRIBED)]
+    return f"dict ({', '.join(entries)}{', …' if len(value) > MAX_DESCRIBED else ''})"

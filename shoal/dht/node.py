@@ -36,7 +36,6 @@ from shoal.dht.records import (
 )
 from shoal.dht.replication import Replication
 from shoal.dht.routing import RoutingTable
-from shoal.dht.run_keys import MAX_HEALTH_BYTES, MAX_HEALTH_SECONDS, is_excessive, is_misplaced
 from shoal.dht.search import Heed, search
 from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator, RecordValidator, SignatureValidator
@@ -114,7 +113,8 @@ class DHTNode:
         self._redial = Redial(self._rng)
         self._initial_lost = asyncio.Event()
         self._moved: list[Callable[[], None]] = []
-        self._stop_listening_for_losses = node.on_lost(self._on_lost)
+        self._stop_listening = [node.on_lost(self._on_lost), node.on_another(self._on_another)]
+        self._mistaken: set[PeerID] = set()  # initial peers at whose addresses another peer has answered
         self._validator = CompositeValidator([SignatureValidator(node.identity), ClosedRunValidator(), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
         self._records = KeptRecords(self.storage, self.cache, self._validator, clock)
@@ -132,7 +132,8 @@ class DHTNode:
     async def close(self) -> None:
         """Leave the DHT. The other nodes have the records that this node kept, and notice that it is gone."""
         self._protocol.close()
-        self._stop_listening_for_losses()
+        for stop in self._stop_listening:
+            stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -191,9 +192,10 @@ class DHTNode:
     async def bootstrap(self, initial_peers: Iterable[Multiaddr | str], timeout: float = 10.0) -> None:
         """Join the DHT through `initial_peers`. One peer that answers is enough; an empty list begins a new DHT.
 
-        From then on, while an initial peer is not connected, this node dials it again every 5 to 60 s. An address that
-        names this very peer is skipped; if another process with the same identity answers there, both log a warning. Of
-        an address that leads through a relay, the relay becomes the initial peer.
+        From then on, while an initial peer is not connected, this node dials it again every 5 to 60 s. If another peer
+        answers at its address, this node logs a warning, once. An address that names this very peer is skipped; if
+        another process with the same identity answers there, both log a warning. Of an address that leads through a
+        relay, the relay becomes the initial peer.
 
         Args:
             initial_peers: addresses that end in /p2p/<peer id>.
@@ -302,12 +304,7 @@ class DHTNode:
         kept = dict.fromkeys(records, False)
         valid = [record for record in records if self._records.is_valid(record)]
         if len(valid) < len(records):
-            why = "the validators refuse them"
-            if any(map(is_misplaced, records)):
-                why = "under a run's key each peer has its own subkey"
-            elif any(is_excessive(record, self._clock()) for record in records):
-                bounds = f"{MAX_HEALTH_BYTES} bytes at most, and expires within {MAX_HEALTH_SECONDS:g} s"
-                why = f"a health record takes {bounds}"
+            why = self._records.refusal(next(record for record in records if record not in valid))
             log.warning("%d records are not stored: %s", len(records) - len(valid), why)
         if not valid:
             return kept
@@ -442,6 +439,19 @@ class DHTNode:
     def _on_lost(self, peer: PeerID, _reason: str) -> None:
         if peer in self._initial_peers:
             self._initial_lost.set()
+
+    def _on_another(self, dialled: PeerID, found: PeerID) -> None:
+        """Another peer answers than the one that was dialled: log a warning if that one is an initial peer, once."""
+        if dialled in self._initial_peers and dialled not in self._mistaken:
+            self._mistaken.add(dialled)
+            log.warning(
+                "peer %s answers at an address of another initial peer: %s. If it is the same machine, restarted with "
+                "a new identity, this peer does not find it again, and their run may become two that do not know of "
+                "each other. Start it with DHT(identity_path=…), which keeps its identity, or give its present address "
+                "in initial_peers",
+                found,
+                ", ".join(map(str, self._initial_peers[dialled])),
+            )
 
 
 async def _gather(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:

@@ -35,6 +35,12 @@ class RecordValidator(ABC):
     def validate(self, record: DHTRecord) -> bool:
         """Whether `record`, as `sign_value` left it, is valid. Called for records of others and for own records."""
 
+    def refusal(self, record: DHTRecord) -> str:
+        """What `validate` has against `record`, for the log of the peer that wanted to store it. Called only if
+        `validate` returned false for `record`.
+        """
+        return f"{type(self).__name__} refuses it"
+
     def sign_value(self, record: DHTRecord) -> bytes:
         """`record.value` plus the bytes (at most 256) that this validator expects in a valid record. Called before
         storing.
@@ -87,6 +93,13 @@ class CompositeValidator(RecordValidator):
             record = msgspec.structs.replace(record, value=validator.strip_value(record))
         return True
 
+    def refusal(self, record: DHTRecord) -> str:
+        for validator in reversed(self._validators):
+            if not validator.validate(record):
+                return validator.refusal(record)
+            record = msgspec.structs.replace(record, value=validator.strip_value(record))
+        return "it is no plain data"
+
     def sign_value(self, record: DHTRecord) -> bytes:
         for validator in self._validators:
             record = msgspec.structs.replace(record, value=validator.sign_value(record))
@@ -134,6 +147,10 @@ class SignatureValidator(RecordValidator):
         if str(owner).encode() != owners[0]:
             return False
         return owner.verify(self._signed_bytes(record, self.strip_value(record)), record.value[-SIGNATURE_BYTES:])
+
+    def refusal(self, record: DHTRecord) -> str:
+        owners = ", ".join(owner.decode(errors="replace") for owner in owners_of(record))
+        return f"only its owner can write it (key and subkey name {owners}), and this peer is {self._identity.peer_id}"
 
     def sign_value(self, record: DHTRecord) -> bytes:
         if owners_of(record) != [str(self._identity.peer_id).encode()]:
@@ -185,18 +202,27 @@ class SchemaValidator(RecordValidator):
             self._types[encode_key(full)] = [expected]
 
     def validate(self, record: DHTRecord) -> bool:
+        return not self.refusal(record)
+
+    def refusal(self, record: DHTRecord) -> str:
+        """What is wrong with `record`; "" if it is valid."""
         expected_types = self._types.get(record.key)
         if expected_types is None:
-            return self._allow_extra_keys
+            return "" if self._allow_extra_keys else "the schema has no such key, and allow_extra_keys is False"
         try:
             value = decode_value(record.value)
             if record.subkey != NO_SUBKEY:
                 value = {decode_subkey(record.subkey): value}
             elif isinstance(value, dict) and any(_is_dictionary(expected) for expected in expected_types):
-                return False  # nobody may overwrite, as a whole, a dictionary that many peers write
-        except ValueError:
-            return False
-        return any(_conforms(value, expected) for expected in expected_types)
+                # Nobody may overwrite, as a whole, a dictionary that many peers write.
+                return "the schema has a dictionary there, of which each record is one subkey: give a subkey"
+        except ValueError as error:
+            return str(error)
+        found = [_misfit(value, expected) for expected in expected_types]
+        if not all(found):
+            return ""
+        rules = " or ".join(each.__name__ if isinstance(each, type) else str(each) for each in expected_types)
+        return f"the schema wants {rules}: {'; '.join(found)}"
 
     def merge_with(self, other: RecordValidator) -> bool:
         if not isinstance(other, SchemaValidator):
@@ -225,12 +251,13 @@ def _custom(expected: type, value: object) -> object:
 _one_at_a_time = threading.Lock()
 
 
-def _conforms(value: object, expected: Any) -> bool:
+def _misfit(value: object, expected: Any) -> str:
+    """Why a value is not of the type that a schema expects; "" if it is."""
     if isinstance(value, dict) and get_args(expected)[:1] == (BytesWithPublicKey,):
         value = {key.encode() if isinstance(key, str) else key: item for key, item in value.items()}
     try:
         with _one_at_a_time:
             msgspec.convert(value, expected, strict=True, dec_hook=_custom)
-    except msgspec.ValidationError:
-        return False
-    return True
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""

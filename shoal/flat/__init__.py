@@ -22,12 +22,14 @@ from __future__ import annotations
 from shoal.flat._torch import grad_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
+from shoal.flat.elementwise import is_per_tensor
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.span import Span
+from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
 
 __all__ = [
     "BufferSpec",
@@ -38,12 +40,18 @@ __all__ = [
     "Places",
     "Span",
     "TensorEntry",
+    "after_loading",
+    "after_saving",
+    "before_loading",
+    "before_saving",
     "bytes_of",
     "grad_of",
     "holders_of",
     "is_finite",
+    "is_per_tensor",
     "living_modules",
     "own_storage",
     "pick_kernels",
     "tensor_from",
+    "without_hooks",
 ]

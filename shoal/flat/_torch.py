@@ -11,6 +11,7 @@ comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and l
 | ``torch._C._dynamo.eval_frame.get_eval_frame_callback`` | whether a compiler is at work | 2.6, not in 2.4 | it counts as at work: steps are prepared for it |
 | ``Module._parameters``, ``Module._buffers`` | the places in which modules hold tensors, to see who replaces one | 2.0 or before | no replacement is found in that place |
 | ``RNNBase._flat_weights``, ``RNNBase._flat_weights_names`` | the list that recurrent modules compute with | 2.0 or before | AttributeError for recurrent modules |
+| ``Optimizer._optimizer_state_dict_pre_hooks``, ``Optimizer._optimizer_state_dict_post_hooks``, ``Optimizer._optimizer_load_state_dict_pre_hooks``, ``Optimizer._optimizer_load_state_dict_post_hooks`` | the hooks that users have registered for state dicts | 2.4, not in 2.0 | such hooks are not called |
 | ``Module._load_from_state_dict`` | the frame by which a registration is known to come from `load_state_dict` | 2.0 or before | ``assign=True`` replaces parameters, which `assert_buffer_is_valid` tells |
 """  # noqa: E501  # a table has no other way to break its lines
 
@@ -19,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from types import CodeType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 foreach_copy_ = torch._foreach_copy_
 foreach_zero_ = torch._foreach_zero_
@@ -43,6 +45,25 @@ make_subclass = torch.Tensor._make_subclass
 """Makes a tensor of a subclass over the memory of another, without its graph."""
 
 _PLACES: Final = ("_parameters", "_buffers")
+
+
+SAVE_HOOKS: Final = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+"""The attributes of an optimizer that hold its hooks of `state_dict`: those before and those after it."""
+
+LOAD_HOOKS: Final = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+"""The same of `load_state_dict`."""
+
+
+def hooks_of(optimizer: Optimizer, name: str) -> list[Callable[..., Any]]:
+    """The hooks that an optimizer holds in one of these attributes, in the order in which torch calls them."""
+    return list(getattr(optimizer, name, {}).values())
+
+
+def set_hooks(optimizer: Optimizer, name: str, hooks: Any) -> Any:
+    """Replaces what one of these attributes holds. Returns what it held."""
+    held = getattr(optimizer, name, {})
+    setattr(optimizer, name, hooks)
+    return held
 
 
 def compiler_is_near() -> bool:

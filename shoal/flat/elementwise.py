@@ -12,7 +12,7 @@ import warnings
 from functools import cache
 from typing import Final
 
-from torch import optim
+from torch import Tensor, optim
 
 # LBFGS is not element-wise, but it makes one vector of all its parameters, and that vector is the same in flat memory.
 _FINE: Final = (
@@ -52,9 +52,16 @@ PER_ELEMENT: Final = frozenset(
 """The names of the state of torch's optimizers that has the parameter's shape."""
 
 PER_TENSOR: Final = frozenset({"step", "eta", "mu", "mu_product"})
-"""The names of the state of torch's optimizers that is one number per tensor. All state of a 0-dim parameter has that
-shape, so the name decides there.
-"""
+"""The names of the state of torch's optimizers that is one number per tensor."""
+
+
+def is_per_tensor(name: str, value: Tensor) -> bool:
+    """Whether a tensor in the state of an optimizer is one number for a whole parameter, whatever that one's shape.
+
+    Older checkpoints have numbers in tensors of shape ``(1,)``. All state of a parameter with one element may have the
+    shape of a number, so the name decides.
+    """
+    return value.numel() == 1 and name in PER_TENSOR
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from shoal.flat.elementwise import PER_TENSOR
+from shoal.flat.elementwise import is_per_tensor
 from shoal.flat.flat_parameter import FlatParameter, Member
 from shoal.flat.memory_views import own_storage
 
@@ -172,9 +172,7 @@ def _shaped(elements: Tensor, member: Member) -> Tensor:
 
 
 def _is_per_element(name: str, value: object, parameter: Tensor) -> bool:
-    return (
-        isinstance(value, Tensor) and value.shape == parameter.shape and not (value.dim() == 0 and name in PER_TENSOR)
-    )
+    return isinstance(value, Tensor) and value.shape == parameter.shape and not is_per_tensor(name, value)
 
 
 def _kind(member: Member, state: State) -> object:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class BoundOptimizer(ABC):
         """Loads the state, and those options that the dictionary names. A parameter without an entry starts afresh.
 
         Args:
-            state_dict: in the form that the class describes.
+            state_dict: in the form that the class describes. A number may be a tensor of one element, or an int or a
+                float, as torch before 1.12 has saved it.
 
         Raises:
             ValueError: if names or shapes do not fit. Nothing has been changed then.
@@ -194,10 +196,18 @@ class BoundFunctional(BoundOptimizer):
                 )
             for name, value in entry.items():
                 target = state[name][index]
-                if value.shape != target.shape:
-                    raise ValueError(
-                        f"state {name!r} of parameter {index} has shape {list(value.shape)}, expected "
-                        f"{list(target.shape)}"
-                    )
-                target.copy_(value)
+                fitting = value if optimizer.state_layout[name].like_parameter else _number(value)
+                if not isinstance(fitting, Tensor) or fitting.shape != target.shape:
+                    found = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is {value!r:.80}"
+                    raise ValueError(f"state {name!r} of parameter {index} {found}, expected {list(target.shape)}")
+                target.copy_(fitting)
         return state
+
+
+def _number(value: object) -> object:
+    """State that is one number, as a 0-dim tensor. torch before 1.12 has saved such state as Python's int or float.
+    Returns everything else unchanged.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu") if isinstance(value, Real) else value

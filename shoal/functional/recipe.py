@@ -94,7 +94,11 @@ class BoundRecipe(BoundOptimizer):
             state = self._dict("state")
             state.clear()
             for index, entry in entries.items():
-                state[self.params[index]] = {name: tensor.clone() for name, tensor in entry.items()}
+                state[self.params[index]] = {
+                    name: value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
+                    for name, value in entry.items()
+                    if value is not None  # as torch has saved a buffer that was not there yet
+                }
         self._push()
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import shoal
+from shoal.flat import without_hooks
 from shoal.integrations.pieces import Pieces
 from shoal.integrations.ranks import Ranks
 from shoal.integrations.terms import Terms, refuse_many
@@ -90,10 +92,13 @@ class Member:
     def begin_at(self, epoch: int) -> None:
         """Take the present state for the run's after so many epochs of `target_batch_size` samples, where a checkpoint
         does not say more."""
-        state = self.optimizer.state_dict()
-        state.pop("shoal", None)  # which the other ranks of a cluster do not have
-        state["state"]["local_epoch"] = epoch
-        self.optimizer.load_state_dict(state)
+        with contextlib.ExitStack() as quiet:
+            for each in (self.optimizer, self.optimizer.optimizer) if self._speaks else ():
+                quiet.enter_context(without_hooks(each))
+            state = self.optimizer.state_dict()
+            state.pop("shoal", None)  # which the other ranks of a cluster do not have
+            state["state"]["local_epoch"] = epoch
+            self.optimizer.load_state_dict(state)
 
     def finish(self) -> None:
         """Leave the run at the end of training, when no other peer is behind (`shoal.Optimizer.finish`)."""

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.flat import without_hooks
 from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import plain, restored
 from shoal.optim.state import Part, Scalars, scheduler_state
@@ -390,7 +391,8 @@ def tensors_in(saved: Mapping[str, Any], rest: Rest) -> list[Tensor]:
 
 def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rest: Rest) -> None:
     """Load the state of an optimizer that steps the model's own parameters."""
-    groups = optimizer.state_dict()["param_groups"]
+    with without_hooks(optimizer):
+        groups = optimizer.state_dict()["param_groups"]
     for group, options in zip(groups, options_of(rest, optimizer), strict=True):
         group.update(options)
     state: dict[int, dict[str, Any]] = {}
@@ -398,7 +400,8 @@ def _load(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rest: Rest
         state.setdefault(number, {})[name] = tensor
     for number, name, value in rest.values:
         state.setdefault(number, {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    with without_hooks(optimizer):
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _stepped_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:

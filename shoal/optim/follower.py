@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -18,6 +18,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
+from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
@@ -164,6 +165,16 @@ class Follower(torch.optim.Optimizer):
             log.debug("%s", error, exc_info=error)
             return Done(msgspec.msgpack.encode(None), f"{type(error).__name__}: {error}"[:4096])
 
+    @contextlib.contextmanager
+    def _telling_errors(self, call: str) -> Iterator[None]:
+        """Before a call of all ranks: if this rank raises an error within, the others hear of it, for they wait."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(ClusterError):  # which is this very error
+                self._call(Report(call, error=f"{type(error).__name__}: {error}"[:4096]))
+            raise
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -177,16 +188,12 @@ class Follower(torch.optim.Optimizer):
             ClusterError: if a rank is lost, or if another rank has raised an error.
             ValueError: for arguments that make no sense. The other ranks hear of it.
         """
-        try:
+        with self._telling_errors("step"):
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-        except Exception as error:
-            with contextlib.suppress(ClusterError):  # which is this very error
-                self._call(Report("step", error=f"{type(error).__name__}: {error}"[:4096]))
-            raise
         digest = self._whole.digest() if batch_size and not self._compared else b""
         gradients = self._whole.gradients
         self._call(Report("step", batch_size, gradients, digest), self._whole.gather_for_step)
@@ -207,8 +214,9 @@ class Follower(torch.optim.Optimizer):
         self._call(Report("load_kept_state"))
 
     def state_dict(self) -> dict[str, Any]:
-        """A dict with only the epoch: rank 0 has the state of the whole cluster, and saves it for all. If ranks carry
-        strands, or in a mode in which rounds or steps run in the background, all ranks make this call at once."""
+        """A dict with only the epoch: rank 0 has the state of the whole cluster, saves it for all, and calls its hooks.
+        If ranks carry strands, or in a mode in which rounds or steps run in the background, all ranks make this call at
+        once."""
         if self._share is not None and self._gang.has_finished:
             self._share.do("state dict", ())
         elif self._share is not None or (self._in_background and not self._gang.left_in_order):
@@ -239,17 +247,21 @@ class Follower(torch.optim.Optimizer):
         checkpoint = self._share.checkpoint
 
         def give() -> dict[str, Any]:
+            with self._telling_errors("strand_state().state_dict"):
+                before_saving(self)
             self._call(Report("strand_state().state_dict"))
             given, checkpoint.own = checkpoint.own, {}
-            return given
+            return after_saving(self, given)
 
         def take(state: dict[str, Any]) -> None:
-            checkpoint.own = state
+            with self._telling_errors("strand_state().load_state_dict"):
+                checkpoint.own = before_loading(self, state)
             try:
                 self._call(Report("strand_state().load_state_dict"))
             finally:
                 checkpoint.own = {}
             self._show_groups()
+            after_loading(self)
 
         return StrandState(give, take)
 

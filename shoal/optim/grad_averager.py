@@ -20,6 +20,7 @@ from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite
 from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
 from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
+from shoal.optim.settings import whole
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
@@ -101,13 +102,13 @@ class GradientAverager(DecentralizedAverager):
 
     @property
     def local_samples_accumulated(self) -> float:
-        """The number of samples since the last reset. A subclass that accumulates in another way may set this and
-        `local_times_accumulated`."""
+        """The number of samples since the last reset; an int if it is whole. A subclass that accumulates in another way
+        may set this and `local_times_accumulated`."""
         return self._accumulator.samples
 
     @local_samples_accumulated.setter
     def local_samples_accumulated(self, samples: float) -> None:
-        self._accumulator.samples = samples
+        self._accumulator.samples = whole(samples)
 
     @property
     def local_times_accumulated(self) -> int:
@@ -145,7 +146,7 @@ class GradientAverager(DecentralizedAverager):
         if self._used_in_step and self.warn:
             log.warning("accumulated gradients were averaged and not reset: new gradients are added to them")
             self._used_in_step = False
-        self._accumulator.add(batch_size)
+        self._accumulator.add(whole(batch_size))
 
     def _check_held(self) -> None:
         if (index := self._accumulator.lost()) is not None:

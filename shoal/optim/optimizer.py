@@ -16,6 +16,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import told_to_all
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
+from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
@@ -269,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
                 _show_what_happens()
             admit_to(lambda: dht.node, run_id, membership)
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
-        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
+        self.target_batch_size, self.batch_size_per_step = settings.target_batch_size, settings.batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
@@ -599,12 +600,21 @@ class Optimizer(torch.optim.Optimizer):
         In the modes without delays, a run of several peers continues from these dicts bit for bit, if each peer keeps
         its identity (`DHT(identity_path=…)`): gradients are summed in the order of the peers' keys. With other
         identities it continues to rounding.
+
+        This method and `load_state_dict` call the hooks that you have registered for them on this optimizer, as torch's
+        do. Within these, hooks of the wrapped optimizer are called, with its own state dict. In a cluster, the hooks of
+        rank 0 are called. Downloads, kept states and what newcomers get call none.
         """
+
+        def save() -> dict[str, Any]:
+            before_saving(self)
+            return after_saving(self, self._epoch.state_dict())
+
         with self._in_trainer("state_dict"):
             has_strands = isinstance(self._replica, StrandReplica)
             if not (self._settings.in_background or has_strands):  # so the other ranks need not be there
-                return self._epoch.state_dict()
-            return self._lead("state_dict", self._epoch.state_dict)
+                return save()
+            return self._lead("state_dict", save)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict. Load the model's parameters first.
@@ -622,7 +632,9 @@ class Optimizer(torch.optim.Optimizer):
         def load() -> None:
             if not self._closed:
                 self._check_dht()
-            self._epoch.load_state_dict(state_dict)
+            self._epoch.load_state_dict(before_loading(self, state_dict))
+            self._show_groups()
+            after_loading(self)
 
         with self._in_trainer("load_state_dict"):
             collect = None
@@ -630,7 +642,6 @@ class Optimizer(torch.optim.Optimizer):
                 self._speaker.forget()
                 collect = self._speaker.whole.gather_parameters if self._speaker.strands is None else None
             self._lead("load_state_dict", load, collect)
-        self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def strand_state(self) -> StrandState:
         """The state for `torch.distributed.checkpoint`. Each rank of a cluster saves and loads its own strands.
@@ -641,7 +652,8 @@ class Optimizer(torch.optim.Optimizer):
 
         All ranks make these calls at once. Any cluster with the same number of strands loads the checkpoint, whatever
         its number of ranks. With another number of strands, torch raises an error, and nothing has changed. Everything
-        else is as in `state_dict`. With `outer`, load the model's parameters in the same call, or before.
+        else is as in `state_dict`. With `outer`, load the model's parameters in the same call, or before. Each rank
+        calls the hooks of its own optimizer, with its own part of the state.
 
         Raises:
             ValueError: if this optimizer has no strands.
@@ -651,8 +663,9 @@ class Optimizer(torch.optim.Optimizer):
         checkpoint = StrandCheckpoint(self._replica)
 
         def give() -> dict[str, Any]:
+            before_saving(self)
             self._epoch.take_result(wait=True)
-            return checkpoint.give()
+            return after_saving(self, checkpoint.give())
 
         def give_all() -> dict[str, Any]:
             with self._in_trainer("strand_state().state_dict"):
@@ -661,15 +674,21 @@ class Optimizer(torch.optim.Optimizer):
         def take(state: dict[str, Any]) -> None:
             if not self._closed:
                 self._check_dht()
+            state = before_loading(self, state)
             checkpoint.check(state)
             self._epoch.continue_from(lambda: checkpoint.take(state))
+            self._show_groups()
+            after_loading(self)
 
         def take_all(state: dict[str, Any]) -> None:
             with self._in_trainer("strand_state().load_state_dict"):
                 self._lead("strand_state().load_state_dict", lambda: take(state))
-            self.param_groups, self.state = self._groups(), self.optimizer.state
 
         return StrandState(give_all, take_all)
+
+    def _show_groups(self) -> None:
+        """Show users the new parameter groups, which torch makes when another state is loaded."""
+        self.param_groups, self.state = self._groups(), self.optimizer.state
 
     def _groups(self) -> Any:
         """The parameter groups as users see them: with the model's parameters."""

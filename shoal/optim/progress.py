@@ -19,7 +19,7 @@ import msgspec
 
 from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
-from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields
+from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -48,14 +48,15 @@ class LocalProgress:
     Attributes:
         peer_id: this peer.
         epoch: the number of the epoch.
-        samples_accumulated: the samples since the epoch began; with `DiLoCo(inner_steps=…)`, the inner steps.
+        samples_accumulated: the samples since the epoch began, rounded down to a whole number; with
+            `DiLoCo(inner_steps=…)`, the inner steps.
         samples_per_second: a moving average of this peer's speed.
         client_mode: whether this peer does not listen for connections.
     """
 
     peer_id: PeerID
     epoch: int
-    samples_accumulated: float
+    samples_accumulated: int
     samples_per_second: float
     client_mode: bool
 
@@ -66,8 +67,9 @@ class GlobalProgress:
 
     Attributes:
         epoch: the number of the epoch.
-        samples_accumulated: the samples of all peers in this epoch; with `DiLoCo(inner_steps=…)`, the inner steps.
-        target_batch_size: the number of samples (or inner steps) at which the epoch ends.
+        samples_accumulated: the samples of all peers in this epoch, rounded down to a whole number; with
+            `DiLoCo(inner_steps=…)`, the inner steps.
+        target_batch_size: the number of samples (or inner steps) at which the epoch ends, rounded down, too.
         num_peers: the number of peers that have reported in this epoch.
         num_clients: the number of members in client mode with which this peer trains, directly or through others. It
             includes this peer, if it is in client mode.
@@ -76,7 +78,7 @@ class GlobalProgress:
     """
 
     epoch: int
-    samples_accumulated: float
+    samples_accumulated: int
     target_batch_size: int
     num_peers: int
     num_clients: int
@@ -290,7 +292,7 @@ class RunProgress:
         may_wait: whether the coordinator may make this peer wait. It may not if the trainer continues during a round.
 
     Attributes:
-        target_batch_size: as given.
+        target_batch_size: as given, an int if it is whole.
         performance_ema: measures this peer's samples per second, a `PerformanceEMA`.
         steps_made: the number of this peer's steps since the start.
         samples_made: the number of this peer's samples since the start.
@@ -299,7 +301,7 @@ class RunProgress:
     def __init__(
         self, run: Run, target_batch_size: float, refresh: Refresh, *, alpha: float = 0.1, may_wait: bool = True
     ) -> None:
-        self.target_batch_size = target_batch_size
+        self.target_batch_size = whole(target_batch_size)
         self.performance_ema = PerformanceEMA(alpha)
         self._run, self._swarm, self._reactor, self._may_wait = run, run.swarm, run.dht.reactor, may_wait
         self._step = StepTime()
@@ -324,14 +326,14 @@ class RunProgress:
     def local_progress(self) -> LocalProgress:
         """The progress of this peer in the current epoch."""
         me, mine, speed = self._swarm.me, self._mine, self.performance_ema.samples_per_second
-        return LocalProgress(me.peer, mine.tip.epoch, mine.samples, speed, me.role is Role.CLIENT)
+        return LocalProgress(me.peer, mine.tip.epoch, int(mine.samples), speed, me.role is Role.CLIENT)
 
     @property
     def global_progress(self) -> GlobalProgress:
         """The progress of all peers, as last reported by the coordinator."""
         samples, _, peers = self._estimate(0.0)  # without an estimate of later samples
         clients, eta = self._swarm.peer.view.num_clients(), self.estimated_next_update_time
-        return GlobalProgress(self.global_epoch, samples, int(self._target), peers, clients, eta)
+        return GlobalProgress(self.global_epoch, int(samples), int(self._target), peers, clients, eta)
 
     @property
     def global_epoch(self) -> int:

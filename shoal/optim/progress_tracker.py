@@ -14,7 +14,7 @@ from shoal.dht.dht import DHT
 from shoal.membership.holder import Source
 from shoal.optim.progress import Refresh, RunProgress
 from shoal.optim.run import Run
-from shoal.optim.settings import POSITIVE, Kind, fields_of
+from shoal.optim.settings import POSITIVE, Kind, fields_of, whole
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.messages import Terms
@@ -166,9 +166,9 @@ class ProgressTracker(RunProgress):
         if not self.is_alive():
             raise RuntimeError("this tracker is not running: it was not started, or was shut down")
         if local_epoch != self.local_progress.epoch:
-            self._begin(local_epoch)
+            self._begin(int(local_epoch))
         try:
-            self.report(samples_accumulated, at_once=not update_global_samples)
+            self.report(whole(samples_accumulated), at_once=not update_global_samples)
         except Behind as error:
             log.debug("%s", error)
 
@@ -186,7 +186,7 @@ class ProgressTracker(RunProgress):
         """
         if not self._lock.locked():
             raise RuntimeError("call update_epoch within `with tracker.pause_updates():`")
-        epoch = self.local_progress.epoch + 1 if new_epoch is None else new_epoch
+        epoch = self.local_progress.epoch + 1 if new_epoch is None else int(new_epoch)
         self._begin(epoch)
         return epoch
 

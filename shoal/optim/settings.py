@@ -281,6 +281,11 @@ class Settings:
         }
 
 
+def whole(number: float) -> int | float:
+    """The number as an int if it is whole, else as a float. It may be of another library (numpy)."""
+    return int(number) if number == int(number) else float(number)
+
+
 def samples_of(batch_size: Any, grad_scaler: object) -> int:
     """The number of samples of a rank in a step.
 

@@ -1,5 +1,5 @@
 """Gathers the state of an optimizer from the strands of a cluster's ranks to rank 0, and scatters it back. All ranks
-call these functions at once."""
+call these functions at once. They call no hooks of users: `StrandReplica` does so at rank 0, with whole state dicts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import cut, full, shared_by_all
+from shoal.flat import is_per_tensor, without_hooks
 
 StateDict = dict[str, Any]
 
@@ -35,17 +36,19 @@ def check_fits(state: StateDict, groups: Sequence[dict[str, Any]], model: Sequen
         raise ValueError("the state dict has other parameter groups than this optimizer")
     for number, held in state["state"].items():
         for name, value in held.items():
-            if is_of_parameter(name, value) and value.shape != model[number].shape:
+            if is_of_parameter(name, value, model[number]) and value.shape != model[number].shape:
                 raise ValueError(
                     f"the state dict has a {name} of shape {tuple(value.shape)} for parameter {number}, which is of "
                     f"shape {tuple(model[number].shape)}"
                 )
 
 
-def is_of_parameter(name: str, value: object) -> bool:
-    """Whether a value in a whole state has an element for each element of its parameter. Torch keeps counters as
-    tensors, too, under the name `step`; these do not."""
-    return isinstance(value, Tensor) and (value.dim() > 0 or name != "step")
+def is_of_parameter(name: str, value: object, parameter: Tensor) -> bool:
+    """Whether a value in a whole state should have an element for each element of its parameter. Counters, and other
+    0-dim tensors beside a parameter that is none, are numbers for all of it."""
+    if not isinstance(value, Tensor) or is_per_tensor(name, value):
+        return False
+    return value.dim() > 0 or parameter.dim() == 0
 
 
 # -- an optimizer that steps the pieces of strands
@@ -63,11 +66,11 @@ def gather_state(strands: Strands, optimizer: torch.optim.Optimizer, own: Sequen
         At rank 0, the state dict that an optimizer of the whole parameters would have; {} at other ranks.
     """
     kept = [optimizer.state.get(piece, {}) for piece in own]
-    names = {name for held, piece in zip(kept, own, strict=True) for name in held if _belongs(held.get(name), piece)}
+    names = {name for held, piece in zip(kept, own, strict=True) for name in held if _belongs(name, held[name], piece)}
     wholes = {}
     for name in shared_by_all(strands.group, sorted(names)):
         pairs = [(held.get(name), piece) for held, piece in zip(kept, own, strict=True)]
-        wholes[name] = strands.gather([v if _belongs(v, p) else torch.zeros_like(p) for v, p in pairs])
+        wholes[name] = strands.gather([v if _belongs(name, v, p) else torch.zeros_like(p) for v, p in pairs])
     if strands.rank:
         return {}
     state = {}
@@ -75,7 +78,7 @@ def gather_state(strands: Strands, optimizer: torch.optim.Optimizer, own: Sequen
         held = kept[place]
         if held:
             state[number] = {
-                name: wholes[name][number] if _belongs(value, own[place]) else copy.deepcopy(value)
+                name: wholes[name][number] if _belongs(name, value, own[place]) else copy.deepcopy(value)
                 for name, value in held.items()
             }
     return {"state": state, "param_groups": list(_groups_of_model(strands, optimizer))}
@@ -105,7 +108,8 @@ def scatter_state(
         groups.append({**options, "params": places_of_group})
         first += len(places_of_group)
     names = [group.get("param_names") for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": local, "param_groups": groups})
+    with without_hooks(optimizer):
+        optimizer.load_state_dict({"state": local, "param_groups": groups})
     for group, kept in zip(optimizer.param_groups, names, strict=True):
         if kept is not None:
             group["param_names"] = kept
@@ -120,13 +124,15 @@ def _whole_or_nothing(strands: Strands, number: int, held: dict[int, Tensor | El
     return torch.zeros(parameter.shape, dtype=dtype, device="meta" if strands.rank else "cpu")
 
 
-def _belongs(value: object, piece: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == piece.shape
+def _belongs(name: str, value: object, piece: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == piece.shape and not is_per_tensor(name, value)
 
 
 def _groups_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     first = 0
-    for group in optimizer.state_dict()["param_groups"]:
+    with without_hooks(optimizer):
+        packed = optimizer.state_dict()["param_groups"]
+    for group in packed:
         count = len(group["params"]) // len(strands.mine)
         names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
         numbers = list(range(first, first + count))
@@ -139,7 +145,8 @@ def _groups_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> Iter
 
 def gather_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer) -> StateDict:
     """Gather the state of an optimizer that steps the model's own parameters. Returns {} at other ranks than 0."""
-    given = optimizer.state_dict()
+    with without_hooks(optimizer):
+        given = optimizer.state_dict()
     state = {
         number: {name: full(value) if isinstance(value, Tensor) else value for name, value in sorted(held.items())}
         for number, held in sorted(given["state"].items())
@@ -154,7 +161,8 @@ def scatter_state_of_model(strands: Strands, optimizer: torch.optim.Optimizer, w
     for name, held in sorted(tensors.items()):
         for number, value in sorted(held.items()):
             told["state"][number][name] = cut(strands.group, value, value.dtype, parameters[number])
-    optimizer.load_state_dict(told)
+    with without_hooks(optimizer):
+        optimizer.load_state_dict(copy.deepcopy(told))  # torch would go on with the user's own tensors
 
 
 def _told(strands: Strands, whole: StateDict | None) -> tuple[StateDict, dict[str, dict[int, Tensor | Elsewhere]]]:
@@ -167,7 +175,7 @@ def _told(strands: Strands, whole: StateDict | None) -> tuple[StateDict, dict[st
     skeleton: StateDict = {}
     if whole is not None:
         state = {
-            number: {n: Elsewhere(v.dtype) if is_of_parameter(n, v) else v for n, v in held.items()}
+            number: {name: _told_of(name, value, strands.model[number]) for name, value in held.items()}
             for number, held in whole["state"].items()
         }
         skeleton = {"state": state, "param_groups": whole["param_groups"]}
@@ -178,3 +186,9 @@ def _told(strands: Strands, whole: StateDict | None) -> tuple[StateDict, dict[st
             if isinstance(value, Elsewhere):
                 tensors.setdefault(name, {})[number] = value if whole is None else whole["state"][number][name]
     return told, tensors
+
+
+def _told_of(name: str, value: object, parameter: Tensor) -> object:
+    if isinstance(value, Tensor):  # a counter gets the shape that torch gives new ones, which checkpoints of ranks have
+        return Elsewhere(value.dtype) if is_of_parameter(name, value, parameter) else value.reshape(())
+    return value

@@ -16,7 +16,7 @@ from shoal.averaging.options import term_of
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
-from shoal.flat import Layout
+from shoal.flat import Layout, after_loading, after_saving, before_loading, before_saving
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import structure
@@ -312,6 +312,8 @@ class StrandReplica(Replica):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Replica`. Rank 0 gets the state of the whole cluster."""
+        for optimizer in self._saved_optimizers:
+            before_saving(optimizer)
         self.crew.tell("state dict")
         return self.state_dict_here()
 
@@ -323,7 +325,8 @@ class StrandReplica(Replica):
         anchors = [] if drift is None else self.strands.gather([anchor.detach() for anchor in self.parameters])
         if self.strands.rank:
             return {}
-        state = stepped if drift is None else inner
+        stepped = after_saving(optimizer, stepped)
+        state = stepped if drift is None else after_saving(drift.inner, inner)
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
         state["shoal"] = self.names()
         if self.scheduler is not None:
@@ -338,13 +341,25 @@ class StrandReplica(Replica):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Replica`."""
         state = {name: value for name, value in state_dict["state"].items() if name != "local_epoch"}
-        given = {"state": state, "param_groups": state_dict["param_groups"]}
-        ours = state_dict.get("shoal", {})
+        ours = dict(state_dict.get("shoal", {}))
+        given = {name: value for name, value in state_dict.items() if name != "shoal"} | {"state": state}
+        users, *outer = self._saved_optimizers
+        given = before_loading(users, given)
         check_fits(given, self.described_groups, self.strands.model)
-        if self.drift is not None and "drift" in ours:
+        loaded = [users]
+        if outer and "drift" in ours:
+            ours["outer"] = before_loading(self.optimizer, ours["outer"])
             check_fits(ours["outer"], self.described_groups, self.strands.model)
+            loaded += outer
         self.crew.tell("load state dict")
         self.load_state_here(given, {**ours, "epoch": state_dict["state"].get("local_epoch")})
+        for optimizer in loaded:
+            after_loading(optimizer)
+
+    @property
+    def _saved_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose state dicts are in that of rank 0: the user's own is the first."""
+        return [self.optimizer] if self.drift is None else [self.drift.inner, self.optimizer]
 
     def load_state_here(self, given: dict[str, Any] | None, ours: dict[str, Any] | None) -> None:
         """This rank's part of `load_state_dict`. Only rank 0 has the state that is loaded.

@@ -131,6 +131,7 @@ class MemoryTransport(Transport):
         if other is None or network._is_cut(me, other.peer_id):
             raise PeerUnreachable(f"nobody answers at {address}")
         if other.peer_id != peer:
+            self.tell_of_another(peer, other.peer_id)
             raise HandshakeFailed(f"{address}: another peer answers there")
         if network.transports.get(me) is self and peer not in self._connections:
             other.lost(me, "it has connected anew")  # if it has not noticed the end of the earlier connection yet

@@ -17,7 +17,7 @@ from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachabl
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
-from shoal.p2p.transport import Buffer, LostHandler, Movement, Transport
+from shoal.p2p.transport import AnotherHandler, Buffer, LostHandler, Movement, Transport
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +251,14 @@ class Node:
         """Call `handler(peer, reason)` whenever a connected peer is lost. Returns a function that ends this."""
         self._lost_handlers.append(handler)
         return lambda: self._lost_handlers.remove(handler) if handler in self._lost_handlers else None
+
+    def on_another(self, handler: AnotherHandler) -> Callable[[], None]:
+        """Call `handler(dialled, found)` whenever another peer answers than the one that was dialled. Returns a
+        function that ends this.
+        """
+        handlers = self.transport.another_handlers
+        handlers.append(handler)
+        return lambda: handlers.remove(handler) if handler in handlers else None
 
     def disconnect(self, peer: PeerID, reason: str) -> None:
         """End all connections to a peer that does not answer. The peer counts as lost, also for calls that wait for

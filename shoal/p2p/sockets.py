@@ -443,8 +443,12 @@ class SocketTransport(Transport, LinkEvents):
         if not link.dialled:
             link.nonce = os.urandom(greeting.NONCE_BYTES)
             link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce, RELEASE))
-        elif tls.peer_of(link.certificate) != link.peer:
-            link.end("somebody answers there who cannot prove to be that peer", HandshakeFailed)
+        elif (found := tls.peer_of(link.certificate)) != link.peer:
+            reason = "somebody answers there who cannot prove to be that peer"
+            if link.peer is not None and found is not None:
+                reason += f": it is peer {found}"
+                self.tell_of_another(link.peer, found)
+            link.end(reason, HandshakeFailed)
 
     def heard(self, link: Link, payload: memoryview) -> None:
         """Handle a control message of the other transport. Raises ValueError if the message may not come now."""

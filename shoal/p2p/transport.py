@@ -23,6 +23,7 @@ LARGE_BYTES = 16 << 10
 
 MessageHandler = Callable[[PeerID, memoryview, Sequence[memoryview]], None]
 LostHandler = Callable[[PeerID, str], None]
+AnotherHandler = Callable[[PeerID, PeerID], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,12 @@ class Transport(ABC):
         self._on_message = on_message
         self._on_lost = on_lost
         self.twins = Twins(self.peer_id)
+        self.another_handlers: list[AnotherHandler] = []
+
+    def tell_of_another(self, dialled: PeerID, found: PeerID) -> None:
+        """The peer `found` has proven to be at an address that was dialled as that of the peer `dialled`."""
+        for handler in list(self.another_handlers):
+            handler(dialled, found)
 
     @abstractmethod
     async def listen(self, address: Multiaddr) -> Multiaddr:

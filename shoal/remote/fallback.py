@@ -59,10 +59,10 @@ class BoundTorch(BoundOptimizer):
         for index in state_dict["state"]:
             if index not in range(len(self.params)):
                 raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
-        loaded = copy.deepcopy(self._optimizer.state_dict())
-        loaded["state"] = state_dict["state"]
-        loaded["param_groups"][0].update(self._checked(state_dict["options"]))
-        self._optimizer.load_state_dict(loaded)
+        options = {**self.options, **self._checked(state_dict["options"])}
+        group = {**options, "params": list(range(len(self.params)))}
+        state = copy.deepcopy(state_dict["state"])  # torch goes on with the tensors that it is given
+        self._optimizer.load_state_dict({"state": state, "param_groups": [group]})
 
     @property
     def options(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
+from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.functional import functional_optim_map, refuse_functional_form
 from shoal.remote import worker
 from shoal.remote.calls import call_all
@@ -164,12 +165,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         It loads into ``optimizer_class`` over the same parameters in one process, and the other way round. All tensors
         are copies. Workers are asked at the same time. For a consistent state, let no step run meanwhile.
 
+        This method and `load_state_dict` call the hooks that were registered for them on this object, as torch's
+        optimizers do.
+
         Returns:
             A dictionary with ``"state"`` and ``"param_groups"``.
 
         Raises:
             RemoteOptimizerError: if a worker failed.
         """
+        before_saving(self)
         calls = {name: (worker.state, (remote,)) for name, remote in self._remotes.items()}
         answers = call_all(f"gathering the state of {self._name}", calls)
         state: dict[int, dict[str, Any]] = {}
@@ -181,10 +186,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stop = start + len(group["params"])
             groups.append({**group, "params": list(range(start, stop))})
             start = stop
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return after_saving(self, {"state": dict(sorted(state.items())), "param_groups": groups})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
+
+        State dicts of older versions of torch load as in torch: numbers may be ints, floats or tensors of one element,
+        and an option that such a version did not have gets the value that torch gives it.
 
         Args:
             state_dict: a dictionary with ``"state"`` and ``"param_groups"``.
@@ -194,12 +202,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RemoteOptimizerError: if a worker refuses. Its parameters keep their state; those of the other workers have
                 the new one.
         """
+        state_dict = before_loading(self, state_dict)
         groups = state_dict["param_groups"]
         sizes, expected = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
         if sizes != expected:
             raise ValueError(f"the state dict has groups of {sizes} parameters, this optimizer of {expected}")
         merged = [
-            {**mine, **saved, "params": mine["params"]} for mine, saved in zip(self.param_groups, groups, strict=True)
+            {**mine, **saved, "params": mine["params"]}
+            for mine, saved in zip(self.param_groups, _completed(self._recipe.optimizer_class, groups), strict=True)
         ]
         states: dict[str, dict[int, dict[int, Any]]] = {name: {} for name in self._remotes}
         for number, (saved, places) in enumerate(zip(groups, self._places, strict=True)):
@@ -217,6 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         for mine, new in zip(self.param_groups, merged, strict=True):
             mine.update(new)
+        after_loading(self)
 
     @property
     def _name(self) -> str:
@@ -231,6 +242,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for name in self._places[number]:
                 options[name][number] = chosen
         return options
+
+
+def _completed(optimizer_class: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of a state dict, with the options that an older torch did not have and has not saved. Their
+    values are torch's own: each class adds them in ``__setstate__``, by which it unpickles older optimizers.
+    """
+    bases = optimizer_class.__mro__ if isinstance(optimizer_class, type) else ()
+    for base in bases:
+        if issubclass(base, torch.optim.Optimizer) and base.__module__.startswith("torch.optim."):
+            older = base.__new__(base)
+            older.__setstate__({"state": {}, "param_groups": [dict(group) for group in groups], "defaults": {}})
+            return older.param_groups
+    return groups
 
 
 def _checked(params: Any) -> list[rpc.RRef[Tensor]]:

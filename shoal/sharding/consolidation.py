@@ -113,7 +113,7 @@ def _describe(piece: Piece, shard: Shard, tensors: list[Tensor]) -> list[Any]:
     """
     entries = []
     for name, value in shard.state_of(piece).items():
-        per_element = is_per_element(value, piece)
+        per_element = is_per_element(name, value, piece)
         if per_element and piece.whole:
             value = value.view(-1) if piece.is_copy else flat_like(value, piece.param)
         entries.append([str(name), per_element, encode(value, tensors)])

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.flat import is_per_tensor
 from shoal.sharding.flat_views import flat_like
 from shoal.sharding.shard import Piece, Shard
 from shoal.sharding.sharded_state import ShardedState
@@ -33,9 +34,11 @@ def pack_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return packed
 
 
-def is_per_element(value: Any, piece: Piece) -> bool:
+def is_per_element(name: str, value: Any, piece: Piece) -> bool:
     """Whether ``value``, an entry of the state of a piece, has one number for each element of the slice."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.local.shape
+    if not isinstance(value, Tensor) or is_per_tensor(name, value):
+        return False
+    return value.dim() > 0 and value.shape == piece.local.shape
 
 
 def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
@@ -47,7 +50,7 @@ def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]
         if entries and not piece.whole:
             entries = {
                 name: ShardedState.of(piece.param.shape, [(piece.part.span, value)])
-                if is_per_element(value, piece)
+                if is_per_element(name, value, piece)
                 else value
                 for name, value in entries.items()
             }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.sharding import consolidation
 from shoal.sharding.arguments import Partition, checked, checked_class, may_cut
 from shoal.sharding.communication import Communication
@@ -324,12 +325,16 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         ``torch.distributed.checkpoint`` saves and loads these sharded tensors as whole ones, on any number of ranks;
         ``torch.save`` refuses them.
 
+        This method and `load_state_dict` call the hooks that were registered for them on this optimizer, as torch's do.
+        `consolidate_state_dict` calls none.
+
         Returns:
             A dictionary with ``"state"`` and ``"param_groups"``.
         """
+        before_saving(self)
         own = self._sharded
         state = sharded(own.shard, own.parameters.params) if own.consolidated is None else own.consolidated
-        return {"state": dict(state), "param_groups": pack_groups(self.param_groups)}
+        return after_saving(self, {"state": dict(state), "param_groups": pack_groups(self.param_groups)})
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all parameters on one rank, in CPU memory. Every rank must call this.
@@ -366,12 +371,14 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             ValueError: if the state dict is of another model. The message says where it differs, and nothing has
                 changed.
         """
+        state_dict = before_loading(self, state_dict)
         own = self._sharded
         states, options = read(state_dict, self.param_groups, own.shard.pieces, element_wise=self._element_wise)
         own.consolidated = None
         own.shard.load(states, options)
         own.show_options()
         self.state = self.optim.state
+        after_loading(self)
 
     # --- Join --------------------------------------------------------------------------------------
 

@@ -245,9 +245,43 @@ def ended() -> Any:
         return ""
 
 
+def hooks() -> Any:
+    """Each rank has hooks, also on its wrapped optimizer; with strands, those of each rank raise once in turn."""
+    model, called, found = layers(), [], []  # type: ignore[var-annotated]
+    adam = []
+
+    def keeping(params: Any) -> torch.optim.Optimizer:
+        adam.append(torch.optim.Adam(params))
+        return adam[0]
+
+    optimizer = made(model, optimizer=keeping)
+    noted: Any = lambda what: lambda *_: called.append(what)  # noqa: E731
+    for each, name in ((optimizer, ""), (adam[0], "wrapped ")):
+        each.register_state_dict_pre_hook(noted(f"{name}saving"))
+        each.register_state_dict_post_hook(noted(f"{name}saved"))
+        each.register_load_state_dict_pre_hook(noted(f"{name}loading"))
+        each.register_load_state_dict_post_hook(noted(f"{name}loaded"))
+    backward(model)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    whole = list(called)
+    called.clear()
+    if STRANDS > 1:
+        strands = optimizer.strand_state()
+        strands.load_state_dict(strands.state_dict())
+        for culprit in range(SIZE):
+            hook = optimizer.register_state_dict_pre_hook(lambda _: spill()) if culprit == RANK else None
+            found.append(error_of(strands.state_dict))
+            if hook is not None:
+                hook.remove()
+    backward(model)
+    optimizer.step()
+    return [whole, called[:4], found, optimizer.local_epoch]
+
+
 CASES = [
     two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
-    unlike, late, ended,
+    unlike, late, ended, hooks,
 ]  # fmt: skip
 
 

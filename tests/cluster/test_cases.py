@@ -125,3 +125,18 @@ def test_a_rank_whose_training_an_error_ends_says_which(tmp_path: Path, strands:
     said, _ = found_by("ended", 2, tmp_path, strands)
     assert said.startswith("ClusterError: rank 1 ")
     assert "is lost (it has raised KeyError: 'mine')" in said
+
+
+@of_both_kinds
+def test_rank_0_calls_its_hooks_and_each_rank_those_of_its_strands(tmp_path: Path, strands: int) -> None:
+    first, second = found_by("hooks", 2, tmp_path, strands)
+    saving = ["saving", "wrapped saving", "wrapped saved", "saved"]
+    assert first[0] == [*saving, "loading", "wrapped loading", "wrapped loaded", "loaded"]
+    assert second[0] == []
+    assert first[1] == second[1] == (["saving", "saved", "loading", "loaded"] if strands > 1 else [])
+    assert first[3] == second[3] == 2
+    if strands > 1:
+        (mine, theirs), (heard, own) = first[2], second[2]
+        assert mine == own == "ValueError: spilt coffee"
+        assert heard.startswith("ClusterError: rank 0 ")
+        assert theirs.startswith("ClusterError: rank 1 ")

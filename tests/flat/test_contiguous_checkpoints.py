@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from shoal.flat import ContiguousParams
 from tests.flat.test_contiguous_missing_gradients import four_layers, some_layers
 from tests.flat.twins import Twins, small_model
+from tests.old_checkpoints import CLASSES, FORMS, assert_close, go_on, old_checkpoint, torchs
 
 CASES = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -251,3 +252,18 @@ def test_momentum_of_sparse_gradients_that_was_saved_without_shoal_is_loaded() -
         optimizer.step()
         ends.append(model.weight.detach().clone())
     torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [(kind, "number") for kind in CLASSES] + [(optim.NAdam, form) for form in FORMS]
+)
+def test_what_an_older_torch_has_saved_is_loaded(kind: type[optim.Optimizer], form: str) -> None:
+    """A parameter of one element has state of the shape that its numbers have there."""
+    values, state = old_checkpoint(kind, form)
+    params = [nn.Parameter(value.clone()) for value in values]
+    parameters = ContiguousParams(params)
+    optimizer = kind(parameters.contiguous(), **CLASSES[kind])
+    parameters.load_original_state_dict(optimizer, state)
+    parameters.load_original_state_dict(optimizer, parameters.original_state_dict(optimizer))
+    go_on(params, optimizer.step)
+    assert_close(params, torchs(kind, values, state))

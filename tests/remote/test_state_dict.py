@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from shoal import DistributedOptimizer
 from shoal.remote import RemoteOptimizerError
+from tests.old_checkpoints import NEW_OPTIONS
 from tests.remote.process import FIRST, SECOND, TRAINER
 from tests.remote.tables import Table, assert_close, local_params, local_step, make_tables, params, step, values
+from tests.state_dict_hooks import register_hooks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
@@ -94,6 +96,53 @@ def test_it_goes_on_from_a_state_of_torch(trainer, name) -> None:
     trainer(comes_from_torch, name)
 
 
+class PlainAdamW(torch.optim.AdamW):
+    """As Plain, of a class whose older state dicts do not say that its decay is decoupled."""
+
+
+OLDER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam": (torch.optim.Adam, {"lr": 0.05, "maximize": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.05, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2, "maximize": True}),
+    "AdamW without a functional form": (PlainAdamW, {"lr": 0.05, "weight_decay": 0.1}),
+}
+
+
+def comes_from_an_older_torch(name: str) -> None:
+    """Its numbers are ints and floats, and it lacks options: torch steps without them, though they were given."""
+    kind, options = OLDER[name]
+    ours = local_params(2)
+    local = kind(ours, **options)
+    for _ in range(3):
+        local_step(local, ours)
+    older = copy.deepcopy(local.state_dict())
+    for held in older["state"].values():
+        held.update({key: value.item() for key, value in held.items() if value.dim() == 0})
+    for group in older["param_groups"]:
+        for option in NEW_OPTIONS:
+            group.pop(option, None)
+    tables = make_tables()
+    rrefs = params(tables)
+    optimizer = DistributedOptimizer(kind, rrefs, **options)
+    optimizer.load_state_dict(older)
+    ours = copies(rrefs)
+    local = kind(ours, **options)
+    local.load_state_dict(copy.deepcopy(older))
+    for lr in (0.05, 0.01):  # setting an option sends all of them to the workers
+        for each in (optimizer, local):
+            each.param_groups[0]["lr"] = lr
+        step(optimizer, tables)
+        local_step(local, ours)
+    assert_close(values(rrefs), ours)
+    for option in NEW_OPTIONS:
+        assert optimizer.param_groups[0].get(option) == local.param_groups[0].get(option)
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_it_goes_on_from_a_state_of_an_older_torch(trainer, name) -> None:
+    trainer(comes_from_an_older_torch, name)
+
+
 def refuses_what_does_not_fit() -> None:
     tables = make_tables()
     rrefs = params(tables)
@@ -131,3 +180,35 @@ def gives_copies() -> None:
 
 def test_a_state_dict_is_a_copy_even_of_this_process(trainer) -> None:
     trainer(gives_copies)
+
+
+class Noting(torch.optim.SGD):
+    """Has no functional form, and hooks of its own, which workers call."""
+
+    called: ClassVar[list[str]] = []
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.register_state_dict_pre_hook(lambda _: self.called.append("saving"))
+        self.register_load_state_dict_post_hook(lambda _: self.called.append("loaded"))
+
+
+def calls_hooks() -> None:
+    tables = make_tables((FIRST, TRAINER))
+    for kind in (torch.optim.SGD, Noting):
+        optimizer = DistributedOptimizer(kind, params(tables), lr=0.5, momentum=0.9)
+        called: list[str] = []
+        register_hooks(optimizer, called)
+        step(optimizer, tables)
+        saved = optimizer.state_dict()
+        assert saved.pop("note") == "saved"
+        before = copy.deepcopy(saved)
+        optimizer.load_state_dict(saved)
+        step(optimizer, tables)
+        assert called == ["saving", "saved first", "saved", "loading", "loaded 0.25"]
+        torch.testing.assert_close(saved, before)
+    assert Noting.called == ["saving", "loaded"], "of the part of this worker"
+
+
+def test_hooks_of_the_trainer_are_called_as_torch_calls_them(trainer) -> None:
+    trainer(calls_hooks)

@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import shoal
+from shoal.sharding.state_dict import pack_groups
+from tests.old_checkpoints import CLASSES, FORMS, assert_close, go_on, old_checkpoint, torchs
 from tests.sharding.zero_models import assert_equal, assert_same_on_all_ranks, assert_states_equal, copies
+from tests.state_dict_hooks import register_hooks
 
 
 def trained(network: nn.Module, optimizer: Any, steps: int = 2) -> None:
@@ -71,6 +74,49 @@ def check_loading_neither_changes_nor_shares_the_callers_dict() -> None:
     zero.load_state_dict(saved)
     trained(ours, zero)
     assert_states_equal(saved, before)
+
+
+def check_state_dicts_of_an_older_torch() -> None:
+    """Numbers are ints, floats or tensors of one element, and groups lack options. The parameter of 33 elements is cut
+    so that some rank has one element of it, whose state has the shape of a number in a tensor of one element.
+    """
+    for kind, form in [(kind, "number") for kind in CLASSES] + [(torch.optim.NAdam, form) for form in FORMS]:
+        values, state = old_checkpoint(kind, form)
+        before = copy.deepcopy(state)
+        params = [nn.Parameter(value.clone()) for value in values]
+        zero: Any = shoal.ZeroRedundancyOptimizer(params, kind, **CLASSES[kind])
+        zero.load_state_dict(state)
+        zero.load_state_dict(on_all_ranks(zero))
+        go_on(params, zero.step)
+        assert_close(params, torchs(kind, values, state))
+        assert repr(state) == repr(before)
+    vector = nn.Parameter(torch.zeros(33))
+    state = {"step": torch.tensor([3.0]), "exp_avg": torch.arange(33.0), "exp_avg_sq": torch.ones(33)}
+    one: Any = shoal.ZeroRedundancyOptimizer([vector], torch.optim.Adam)
+    one.load_state_dict({"state": {0: state}, "param_groups": pack_groups(one.param_groups)})
+    found = on_all_ranks(one)["state"][0]
+    assert found["step"].tolist() == [3.0]
+    assert torch.equal(found["exp_avg"], state["exp_avg"])
+
+
+def check_hooks_of_state_dicts_are_called_as_torch_calls_them() -> None:
+    ours, plain = copies(2)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam, lr=0.5)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.5)
+    trained(ours, zero)
+    trained(plain, optimizer)
+    called: dict[Any, list[Any]] = {zero: [], optimizer: []}
+    for each in (zero, optimizer):
+        register_hooks(each, called[each])
+    zero.consolidate_state_dict(to=0)
+    assert called[zero] == [], "this is no state_dict()"
+    for each in (zero, optimizer):
+        saved = each.state_dict()
+        assert saved.pop("note") == "saved"
+        each.load_state_dict(saved)
+        assert saved["param_groups"][0]["lr"] == 0.5, "the user's dict has changed"
+        assert each.param_groups[0]["lr"] == 0.25
+    assert called[zero] == called[optimizer] == ["saving", "saved first", "saved", "loading", "loaded 0.25"]
 
 
 def check_a_wrong_state_dict_is_refused_before_anything_changes() -> None:

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 import shoal
 from shoal.optim.group_options import GroupOptions
 from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach.mapper import MappingFailed
@@ -209,6 +210,13 @@ def the_optimizer_keeps_something_odd(scene: Scene) -> None:
     options = {"optimizer": lambda params: Odd(params, lr=0.1), "load_state_timeout": 2.0}
     scene.optimizer(**options).step(batch_size=64)
     scene.optimizer(scene.another_dht(), **options).step(batch_size=8)
+
+
+@provokes("peer … answers at an address of another initial peer: …")
+def an_initial_peer_was_restarted_with_a_new_identity(scene: Scene) -> None:
+    [address] = scene.dht.get_visible_maddrs()
+    old = address.with_peer(Identity().peer_id)
+    scene.ends.enter_context(shoal.DHT([old, address], start=True))
 
 
 @provokes("… could not refresh its record in the DHT")

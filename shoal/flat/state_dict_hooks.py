@@ -1,0 +1,59 @@
+"""The hooks that users register on an optimizer for `state_dict` and `load_state_dict`.
+
+torch's own methods call them. An optimizer that makes or loads its state dict itself calls them by these functions, at
+the same moments, and keeps them from the calls that it makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.flat._torch import LOAD_HOOKS, SAVE_HOOKS, hooks_of, set_hooks
+
+StateDict = dict[str, Any]
+
+
+def before_saving(optimizer: Optimizer) -> None:
+    """Calls the hooks that come before ``optimizer.state_dict()``."""
+    for hook in hooks_of(optimizer, SAVE_HOOKS[0]):
+        hook(optimizer)
+
+
+def after_saving(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Calls the hooks that come after ``optimizer.state_dict()``. Returns the state dict as they leave it."""
+    for hook in hooks_of(optimizer, SAVE_HOOKS[1]):
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def before_loading(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    """Calls the hooks that come before ``optimizer.load_state_dict(state_dict)``. Returns the state dict to load."""
+    state_dict = state_dict.copy()
+    for hook in hooks_of(optimizer, LOAD_HOOKS[0]):
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def after_loading(optimizer: Optimizer) -> None:
+    """Calls the hooks that come after ``optimizer.load_state_dict(…)``."""
+    for hook in hooks_of(optimizer, LOAD_HOOKS[1]):
+        hook(optimizer)
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which `state_dict` and `load_state_dict` of an optimizer call no hooks, because the calls are not
+    the user's. One thread may use the optimizer meanwhile.
+    """
+    kept = {name: set_hooks(optimizer, name, {}) for name in (*SAVE_HOOKS, *LOAD_HOOKS)}
+    try:
+        yield
+    finally:
+        for name, hooks in kept.items():
+            set_hooks(optimizer, name, hooks)
