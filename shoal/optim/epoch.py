@@ -687,10 +687,12 @@ class Epoch:
         if fork is not None:
             self._forks.left(fork)
 
-    def load_kept(self, path: str | os.PathLike[str]) -> None:
+    def load_kept(self, path: str | os.PathLike[str] | None) -> None:
         """See `Optimizer.load_kept_state`."""
         self.take_result(wait=True)
-        kept = read_kept(path)
+        kept = self._forks.in_memory if path is None else read_kept(path)
+        if kept is None:
+            raise ValueError("this peer has kept no state in its memory: give the file")
         tip = kept.snapshot.tip
         self._continue_from(kept, tip.pin if self._run.swarm.believes(tip) else 0)
 

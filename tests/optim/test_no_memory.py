@@ -264,6 +264,32 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
             gc.enable()
 
 
+def test_a_kept_state_without_memory_is_loaded_later(alone: Alone, tmp_path: Any) -> None:
+    model, optimizer = trained(alone, 3)
+    copy = optimizer._replica.exact_copy()
+    keeper = optimizer._epoch._forks._keeper
+    keeper.keep(copy)
+    train(model, optimizer, 3)
+    optimizer._replica.optimizer.state.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer._epoch._forks, "leave", lambda *_: None)
+        assert check_all_or_nothing(model, optimizer, optimizer.load_kept_state)
+    assert optimizer._replica.tip == copy.snapshot.tip
+
+
+def test_a_state_that_can_not_be_copied_is_lost_and_the_download_goes_on(
+    alone: Alone, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    _, giver = trained(alone, 9)
+    _, optimizer = trained(alone, 5, seed=1, kept_state_dir=tmp_path)
+    found(optimizer, giver._replica.exact_copy(), keeps=True)
+    with Lack(1):
+        assert optimizer.load_state_from_peers()
+    assert optimizer.tip == giver.tip
+    assert "is lost, since it could not be kept (there is no memory for a copy of it" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.alone
 def test_a_process_that_gets_no_more_memory_loads_later() -> None:
     said = subprocess.run(
