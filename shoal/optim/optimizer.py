@@ -545,7 +545,8 @@ class Optimizer(torch.optim.Optimizer):
             samples behind it than this peer's.
 
         Raises:
-            AveragingError: if no peer could send the state, with the reason of each. Then nothing has changed.
+            AveragingError: if no peer could send the state, with the reason of each, or if there is no memory for it.
+                Then nothing has changed.
             ValueError: for a `timeout` that makes no sense.
         """
         timeout = self._settings.load_state_timeout if timeout is None else timeout

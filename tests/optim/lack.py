@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ TORCH = (
 
 
 class Lack(TorchDispatchMode):
-    """Within, the `nth` allocation fails as torch's and the kernel's do: of tensors of at least `LARGE_BYTES`, in this
-    thread, and of memory that Shoal maps.
+    """Within, the `nth` allocation of this thread fails as torch's and the kernel's do: of tensors of at least
+    `LARGE_BYTES`, and of memory that Shoal maps.
 
     Attributes:
         made: how many allocations there were.
@@ -37,10 +38,11 @@ class Lack(TorchDispatchMode):
             raise error
 
     def __enter__(self) -> Lack:
-        mapped = allocation._mapped
+        mapped, me = allocation._mapped, threading.get_ident()
 
         def count(nbytes: int) -> Any:
-            self._count(OSError(errno.ENOMEM, "Cannot allocate memory"))
+            if threading.get_ident() == me:
+                self._count(OSError(errno.ENOMEM, "Cannot allocate memory"))
             return mapped(nbytes)
 
         self._patch.setattr(allocation, "_mapped", count)
