@@ -30,6 +30,7 @@ from shoal.compression import Compression, NoCompression, TensorRole, check_for_
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
+from shoal.flat.allocation import memory_for
 from shoal.membership.holder import Source
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory, Directory
@@ -44,7 +45,7 @@ from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
 from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
-from shoal.transfer.transfer import Downloaded, NothingShared, download_state
+from shoal.transfer.transfer import Downloaded, NoMemoryForState, NothingShared, download_state
 
 log = logging.getLogger(__name__)
 
@@ -739,7 +740,8 @@ class DecentralizedAverager:
     async def _load_state(self, timeout: float) -> State | None:
         try:
             state = await self._download(timeout)
-            return msgspec.msgpack.decode(state.scalars), state.tensors()
+            with memory_for("the state that was downloaded", NoMemoryForState):
+                return msgspec.msgpack.decode(state.scalars), state.tensors()
         except NothingShared as error:
             log.warning("%s", error)
             return None

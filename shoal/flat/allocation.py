@@ -1,12 +1,17 @@
-"""Allocation of large CPU tensors: in huge pages, and in memory that is used again."""
+"""Allocation of large CPU tensors: in huge pages, and in memory that is used again. And one error where there is no
+memory."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import queue
+import re
+import traceback
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import torch
@@ -14,6 +19,10 @@ from torch import Tensor
 
 _LARGE_BYTES: Final = 4 << 20
 _MAX_SPARES: Final = 2  # as many as the states that a donor holds
+# The words of torch, of C++, of CUDA's libraries and of Python's threads, whose stacks need memory, too.
+_NO_MEMORY: Final = re.compile(
+    r"can(no|')t allocate|not enough memory|out of memory|bad_alloc|alloc_failed|can't start new thread", re.IGNORECASE
+)
 
 
 def zeros(numel: int, dtype: torch.dtype, recycled: bool = False) -> Tensor:
@@ -47,6 +56,32 @@ def empty(numel: int, dtype: torch.dtype) -> Tensor:
     if nbytes < _LARGE_BYTES:
         return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.frombuffer(_mapped(nbytes), dtype=dtype)
+
+
+@contextmanager
+def memory_for(what: str, error: Callable[[str], Exception]) -> Iterator[None]:
+    """A context that raises one error where there is no memory.
+
+    Python raises MemoryError then, the kernel OSError, and torch RuntimeError for the host and OutOfMemoryError for a
+    device. All other errors pass.
+
+    Args:
+        what: what the memory is for, for the message.
+        error: makes the error from its message.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as lack:
+        if not _is_lack_of_memory(lack):
+            raise
+        traceback.clear_frames(lack.__traceback__)  # their variables keep memory as long as the error lives
+        raise error(f"there is no memory for {what} ({str(lack).partition(chr(10))[0] or 'MemoryError'})") from lack
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return getattr(error, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(str(error)) is not None
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

@@ -55,6 +55,17 @@ class FlatBuffer:
                 DTensor; and as :meth:`Layout.of`. Nothing is changed then.
         """
         tensors = list(tensors)
+        buffer = cls.for_adoption(tensors, pinned=pinned)
+        buffer.copy_from(tensors)
+        for tensor, view in zip(tensors, buffer.views(), strict=True):
+            tensor.data = view
+        return buffer
+
+    @classmethod
+    def for_adoption(cls, tensors: Sequence[Tensor], *, pinned: bool = False) -> FlatBuffer:
+        """Allocates the flat memory into which these tensors can move. Changes nothing; arguments and errors are those
+        of :meth:`adopt`.
+        """
         for index, tensor in enumerate(tensors):
             if type(tensor.detach()) is not Tensor:
                 raise ValueError(
@@ -62,11 +73,7 @@ class FlatBuffer:
                     "none that are sharded over ranks (fully_shard: give shoal.Optimizer cluster=) or quantized"
                 )
         refuse_shared_memory(tensors)
-        buffer = cls(Layout.of(tensors), pinned=pinned)
-        buffer.copy_from(tensors)
-        for tensor, view in zip(tensors, buffer.views(), strict=True):
-            tensor.data = view
-        return buffer
+        return cls(Layout.of(tensors), pinned=pinned)
 
     @property
     def layout(self) -> Layout:

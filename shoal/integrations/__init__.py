@@ -7,7 +7,8 @@ What this room promises to its users:
 - the peer leaves the run when training ends, also by an error;
 - what does not work in a framework is refused, with the way out.
 
-How to read it: `transformers.py`, `lightning.py` and `accelerate.py` are one file for each framework. They share
+How to read it: `transformers.py`, `lightning.py`, `pytorch_lightning.py` and `accelerate.py` are one file for each
+framework. Lightning's two packages share `strategies.py`. All share
 `terms.py` (what the user gives, and what is refused), `ranks.py` (the processes that are one peer), `member.py` (the
 optimizer of a peer in a framework's hands) and `samples.py` (how many samples are behind a step); `_frameworks.py` has
 the private names of the frameworks. Importing this package imports none of them.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_FRAMEWORKS = ("accelerate", "lightning", "transformers")
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
 def __getattr__(name: str) -> Any:

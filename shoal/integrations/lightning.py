@@ -2,172 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch.distributed import is_torchelastic_launched
-
-import shoal
-from shoal.integrations._frameworks import devices_of
-from shoal.integrations.member import Member, own_scaler
-from shoal.integrations.ranks import Clusters, Ranks
-from shoal.integrations.samples import Samples
-from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_scaler, trained_before
+from shoal.integrations import strategies
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch import Callback, callbacks
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.data import extract_batch_size
 except ImportError as error:
     raise ImportError("Lightning is missing, or too old: pip install 'shoal[lightning]'") from error
 
 
-_SEARCHES = "trains by itself, in the midst of the run: search with an ordinary Trainer first"
-CALLBACKS = {
-    LearningRateFinder: _SEARCHES,
-    BatchSizeFinder: _SEARCHES,
-    StochasticWeightAveraging: "replaces the schedule by one that follows this peer's own passes over its data: leave "
-    "it out",
-}
+class _Ends(strategies.Ends, Callback):
+    """See `strategies.Ends`."""
 
 
-class Ends(Callback):
-    """Leaves the run when training ends, before a callback of the script puts other weights into the model: peers that
-    are behind would download those.
+PACKAGE = strategies.Package("lightning", callbacks, _Ends, extract_batch_size)
+
+
+class ClusterStrategy(strategies.OfCluster, DDPStrategy):
+    """What `SwarmStrategy` makes with `cluster`: the processes of the Trainer are one peer.
 
     Args:
-        member: of the run.
+        cluster, dht, run_id, target_batch_size, options: of `SwarmStrategy`.
+        device: is refused, since `Trainer(accelerator=…, devices=…)` chooses.
+
+    Raises:
+        ValueError: as `SwarmStrategy`.
+        ClusterError: as `SwarmStrategy`.
     """
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Comes first."""
-        self._member.finish()
+    package = PACKAGE
 
 
-class InSwarm(Strategy):
-    """What strategies do that make a Trainer a peer: the methods that both of this file share."""
-
-    optimizers: list[torch.optim.Optimizer]
-
-    def _set_terms(self, terms: Terms) -> None:
-        """Raises ValueError for options that the script gives."""
-        if "max_grad_norm" in terms.options:
-            raise ValueError("max_grad_norm= comes from the training script: set the Trainer's gradient_clip_val")
-        self._terms, self._ranks = terms, Ranks()
-        self._member: Member | None = None
-        self._samples = Samples(self._ranks)
-        self._seed = 0  # of this peer's shuffle
-        self._clip_val: float | None = None  # the Trainer's, while this peer is in the run
-        self._has_trained = False
-
-    def _count(self, trainer: Trainer) -> Ranks:
-        """The processes that are this peer. Raises ValueError if they can not be one."""
-        raise NotImplementedError
-
-    def setup(self, trainer: Trainer) -> None:
-        """As any strategy's, for a `fit` that begins as a run does, or from a checkpoint."""
-        if trainer.state.fn == TrainerFn.FITTING and self._has_trained and not trainer.ckpt_path:
-            raise ValueError(trained_before("Trainer", self._terms.run_id, "fit(…, ckpt_path=…)"))
-        super().setup(trainer)
-
-    def on_train_start(self) -> None:
-        """Note that the model is about to change."""
-        super().on_train_start()
-        self._has_trained = True
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Join the run with the optimizer and the schedulers that the script makes."""
-        self._ranks = ranks = self._count(trainer)
-        super().setup_optimizers(trainer)
-        refuse_many(self.optimizers)
-        if not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                "manual optimization steps the optimizer in ways that the strategy does not see: let Lightning "
-                "optimize (automatic_optimization=True), or write the loop yourself with a shoal.Optimizer"
-            )
-        refuse_plateau(*(config.scheduler for config in self.lr_scheduler_configs))
-        for callback in trainer.callbacks:
-            for kind, why in CALLBACKS.items():
-                if isinstance(callback, kind):
-                    raise ValueError(f"{kind.__name__} {why}")
-        if not self._terms.clips_locally:
-            self._take_clipping(trainer)
-        for config in self.lr_scheduler_configs:
-            if config.interval != "step" or config.frequency != 1:
-                raise ValueError(
-                    f'a scheduler has interval="{config.interval}" and frequency={config.frequency}, which follow this '
-                    'peer\'s own batches: give it interval="step" and frequency=1, which follow the epochs of the run'
-                )
-        plugin = self.precision_plugin
-        if ranks.cluster is not None:
-            refuse_scaler(getattr(plugin, "scaler", None))
-        if getattr(plugin, "scaler", None) is not None:
-            plugin.scaler = own_scaler(plugin.scaler, plugin.device)
-        self._seed, self._samples = ranks.seed(self._terms.dht), Samples(ranks)
-        self._member = Member(self._terms, self.optimizers[0], self._clip_val, ranks)
-        self.optimizers = [self._member.optimizer]
-        for config in self.lr_scheduler_configs:
-            config.scheduler = shoal.EpochScheduler(config.scheduler)
-        torch.manual_seed(self._seed)
-        others = [callback for callback in trainer.callbacks if not isinstance(callback, Ends)]
-        trainer.callbacks = [Ends(self._member), *others]
-
-    def _take_clipping(self, trainer: Trainer) -> None:
-        """The run clips the average in place of this peer's gradients."""
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            raise ValueError(
-                'gradient_clip_algorithm="value" clips each batch of this peer, and a run clips the norm of the '
-                'average: give gradient_clip_algorithm="norm"'
-            )
-        self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the size of the batch."""
-        self._samples.size = extract_batch_size(args[0])
-        return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Count the batch."""
-        assert self._member is not None
-        self._member.saw(closure_loss * self.lightning_module.trainer.accumulate_grad_batches)  # which divides it
-        return super().backward(closure_loss * self._samples.weight(), *args, **kwargs)
-
-    def optimizer_step(
-        self, optimizer: shoal.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """The optimizer's step, with the number of samples behind it."""
-        member = self._member
-        assert member is not None
-        trainer = self.lightning_module.trainer
-        loss = closure()  # first: it decides how many samples there are
-        optimizer.batch_size_per_step = self._samples.finish(self.model.parameters(), trainer.accumulate_grad_batches)
-        done = super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            optimizer.step(batch_size=0)  # the scaler may have skipped the step, and a round may be due all the same
-        # Lightning adds 1 to the number of steps next.
-        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = (
-            member.epoch - 1
-        )
-        self.lightning_module.log_dict(member.logs(), batch_size=1)
-        return done
-
-    def teardown(self) -> None:
-        """Leave the run, if training has raised an error."""
-        if self._member is not None:
-            self._member.leave()
-        if self._clip_val is not None:
-            self.lightning_module.trainer.gradient_clip_val, self._clip_val = self._clip_val, None
-        super().teardown()
-
-
-class SwarmStrategy(InSwarm, SingleDeviceStrategy):
+class SwarmStrategy(strategies.OfOneProcess, SingleDeviceStrategy):
     """Makes a Lightning `Trainer` a peer of a run, from the beginning of `fit` to its end.
 
     >>> with shoal.DHT(initial_peers=[...], start=True) as dht:
@@ -198,68 +65,5 @@ class SwarmStrategy(InSwarm, SingleDeviceStrategy):
         ClusterError: in `fit`, if another process of the cluster is lost, or has raised an error.
     """
 
-    strategy_name = "swarm"
-
-    def __new__(cls, *, cluster: Clusters | None = None, **given: Any) -> Any:
-        """With `cluster`, a `ClusterStrategy`: Lightning has a class for each way to use devices."""
-        if cluster is None:
-            return super().__new__(cls)
-        if cls is not SwarmStrategy:
-            raise ValueError(f"cluster= makes a ClusterStrategy: let {cls.__name__} inherit from that")
-        return ClusterStrategy(cluster=cluster, **given)
-
-    def __init__(
-        self,
-        *,
-        dht: shoal.DHT | None,
-        run_id: str,
-        target_batch_size: int,
-        device: torch.device | str | None = None,
-        cluster: Clusters | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        self._set_terms(Terms(dht, run_id, target_batch_size, options))
-
-    def _count(self, trainer: Trainer) -> Ranks:
-        ranks = Ranks.of(None, devices_of(trainer), "the Trainer (devices= and num_nodes=)")
-        if is_torchelastic_launched():  # Lightning itself does not look at that, where a strategy has one device
-            Ranks.of(None, int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
-        return ranks
-
-
-class ClusterStrategy(InSwarm, DDPStrategy):
-    """What `SwarmStrategy` makes with `cluster`: the processes of the Trainer are one peer.
-
-    Args:
-        cluster, dht, run_id, target_batch_size, options: of `SwarmStrategy`.
-        device: is refused, since `Trainer(accelerator=…, devices=…)` chooses.
-
-    Raises:
-        ValueError: as `SwarmStrategy`.
-        ClusterError: as `SwarmStrategy`.
-    """
-
-    def __init__(
-        self,
-        *,
-        cluster: Clusters,
-        dht: shoal.DHT | None,
-        run_id: str,
-        target_batch_size: int,
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        if device is not None:
-            raise ValueError(f"device={device!r} is of one process: with cluster=, the Trainer chooses (devices=…)")
-        self._set_terms(Terms(dht, run_id, target_batch_size, options))
-        self._given = cluster
-
-    def _count(self, trainer: Trainer) -> Ranks:
-        return Ranks.of(self._given, self.world_size, "the Trainer (devices= and num_nodes=)")
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """With this peer's own shuffle, which its ranks share out."""
-        return {**super().distributed_sampler_kwargs, "seed": self._seed}
+    package = PACKAGE
+    with_cluster = ClusterStrategy

@@ -30,6 +30,11 @@ class Crew:
         """Whether this rank has left the cluster in order."""
         return self._gang.has_finished
 
+    @property
+    def names(self) -> list[str]:
+        """Readable names of all ranks, for messages."""
+        return self._gang.names
+
     def tell(self, what: str, *given: Any) -> None:
         """Tell the others to do `what`, with the arguments `given`.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.flat import without_hooks
 from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import plain, restored
-from shoal.optim.state import Part, Scalars, scheduler_state
+from shoal.optim.state import Part, PartState, Scalars, scheduler_state
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_replica import StrandReplica
 
@@ -235,10 +235,12 @@ class StrandCheckpoint:
         rest = common.stepped
         scalars = Scalars(rest.groups, rest.statistics, rest.values, common.scheduler, extras=0)
         with replica.locked(), drift.quiet() if isinstance(drift, StrandDrift) else contextlib.nullcontext():
+            parts = []
             for strand in self._strands.mine:
                 own, saved = replica.part(strand).parameters, state[f"strand {strand}"]
                 pieces = [saved["parameters"][str(number)] for number in range(len(own))]
-                replica.load_tensors([*pieces, *tensors_in(saved["statistics"], rest)], scalars, Part(own, []))
+                parts.append(PartState([*pieces, *tensors_in(saved["statistics"], rest)], scalars, Part(own, [])))
+            replica.prepare(*parts)()
             for number, tensor in enumerate([] if self._strands.rank else replica.extra_tensors):
                 tensor.copy_(state["extra tensors"][str(number)])
             if drift is not None and common.inner is not None:

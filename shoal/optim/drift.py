@@ -25,6 +25,8 @@ from shoal.outer import ExactSGD
 
 log = logging.getLogger(__name__)
 
+BLOCK_ELEMENTS = 1 << 17  # of the blocks in which the model follows its anchor
+
 
 class InnerSchedule:
     """A scheduler of the inner optimizer. Its position follows from the run's progress and not from this peer's own
@@ -124,6 +126,7 @@ class Drift:
         self._closed = self._turns[0]  # the numbers of the vectors into which the drift was taken last
         self._taken: dict[int, Tensor] = {}  # the model at that time, on the host, if `mix="keep"` needs it
         self._before: list[Tensor] | None = None  # the old anchors, if the model has not followed the new ones yet
+        self._scratch = torch.empty(3, BLOCK_ELEMENTS * 16, dtype=torch.uint8, device="cpu")
 
     # -- inner steps
 
@@ -275,16 +278,19 @@ class Drift:
         with in_grad(targets, gradients):
             yield
 
-    @torch.no_grad()
-    def remember(self) -> None:
-        """Remember the anchors, because they are about to change without this peer's drift, which `publish` keeps."""
+    def remember(self, anchors: list[Tensor] | None = None) -> None:
+        """Remember the anchors, because they are about to change without this peer's drift, which `publish` keeps.
+
+        Args:
+            anchors: what `copy_of_anchors` has returned; by default it is called now.
+        """
         # In the background modes, the model may move until `publish`.
         if self._before is None and (self.has_moved or self.choice.is_in_background):
-            self._before = [anchor.detach().clone() for anchor in self._anchors]
+            self._before = self.copy_of_anchors() if anchors is None else anchors
 
-    def forget(self) -> None:
-        """Forget the remembered anchors, because the anchors did not change."""
-        self._before = None
+    def copy_of_anchors(self) -> list[Tensor]:
+        """The anchors as they are now."""
+        return [anchor.detach().clone() for anchor in self._anchors]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -295,8 +301,9 @@ class Drift:
             if before is None:
                 model.copy_(anchor)
             elif not torch.equal(before[number], anchor):
-                moved = model.to("cpu", anchor.dtype) - as_model_has(before[number], model)
-                model.copy_(moved.add_(anchor))
+                for block in self._blocks(number):
+                    block.values.sub_(block.as_model_has(before[number])).add_(block.of(anchor))
+                    block.write()
 
     @torch.no_grad()
     def apply(self, *, used: bool) -> None:
@@ -315,16 +322,25 @@ class Drift:
         for number in self._numbers:
             model, anchor = self._model[number], self._anchors[number]
             if isinstance(mix, int | float) and mix > 0:
-                model.copy_(torch.lerp(anchor, model.to("cpu", anchor.dtype), float(mix)))
+                for block in self._blocks(number):
+                    torch.lerp(block.of(anchor), block.values, float(mix), out=block.values)
+                    block.write()
             elif self._taken:
-                moved = model.to("cpu", anchor.dtype) - self._taken[number].to(anchor.dtype)
-                model.copy_(moved.add_(anchor))
+                for block in self._blocks(number):
+                    block.values.sub_(block.as_model_has(self._taken[number])).add_(block.of(anchor))
+                    block.write()
             else:
                 model.copy_(anchor)
         self._taken = {}
         if not self.choice.is_in_background:
             self.samples, self.steps = 0.0, 0
         self._in_flight = 0.0, 0
+
+    def _blocks(self, number: int) -> Iterator[_Block]:
+        """The blocks of a parameter of the model, for a change that needs no memory of its own."""
+        model = self._model[number].detach().view(-1)
+        for start in range(0, model.numel(), BLOCK_ELEMENTS):
+            yield _Block(model, slice(start, start + BLOCK_ELEMENTS), self._anchors[number].dtype, self._scratch)
 
     # -- saved and loaded
 
@@ -355,6 +371,46 @@ class Drift:
 
     def _residuals(self) -> list[Residual]:
         return [residual for vector in self.vectors for residual in vector.residuals if residual is not None]
+
+
+class _Block:
+    """A block of a parameter of the model, in the dtype of its anchor on the host. It lies in given memory, so that
+    nothing fails in the middle of a change because there is no memory.
+
+    Args:
+        model: the parameter, as a 1-D tensor.
+        span: the elements of the block.
+        dtype: the dtype of the anchor.
+        scratch: the memory, for three blocks.
+
+    Attributes:
+        values: the values of the block, to be changed in place. `write` sets the parameter to them.
+    """
+
+    def __init__(self, model: Tensor, span: slice, dtype: torch.dtype, scratch: Tensor) -> None:
+        self._model, self._span = model[span], span
+        count = self._model.numel()
+        self._rounded, exact, self._other = (
+            memory.view(each)[:count] for memory, each in zip(scratch, (model.dtype, dtype, dtype), strict=True)
+        )
+        self._is_alike = model.dtype == dtype
+        # From a device in two steps, because torch would make a copy to convert it.
+        is_here = self._is_alike and model.device.type == "cpu"
+        self.values = self._model if is_here else exact.copy_(self._rounded.copy_(self._model))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor of the parameter's shape, as a view."""
+        return tensor.view(-1)[self._span]
+
+    def as_model_has(self, tensor: Tensor) -> Tensor:
+        """These elements, rounded to the model's dtype, in the anchor's dtype; until the next call."""
+        part = self.of(tensor)
+        return part if self._is_alike else self._other.copy_(self._rounded.copy_(part))
+
+    def write(self) -> None:
+        """Set these elements of the parameter to the values."""
+        if self.values is not self._model:
+            self._model.copy_(self._rounded.copy_(self.values))
 
 
 def _has_finite_values(state: Any) -> bool:

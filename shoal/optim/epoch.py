@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from shoal.health.record import FaultKind
+from shoal.membership.pin import Pin
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.drift import Drift
 from shoal.optim.epoch_round import Averaged, EpochRound, report_of
@@ -34,10 +35,11 @@ from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import LONGEST_PAUSE
 from shoal.transfer.donor import EncodedState, StateDonor
-from shoal.transfer.transfer import Downloaded, DownloadFailed, NothingWanted
+from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingWanted
 
 log = logging.getLogger(__name__)
 
+KEPT_AGAIN_SECONDS = 60.0  # the time until this peer tries again to load a kept state for which it had no memory
 APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has not applied yet
 
 
@@ -136,6 +138,7 @@ class Epoch:
         self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
         self._step_seconds = 0.0  # of the last step
         self._waited_at: Tip | None = None  # the tip at which this peer has waited for the inner steps of others
+        self._kept_again_at = 0.0  # when to look for a kept state again, after there was no memory for it
         self._told_pin = 0  # the last pin for which a warning has said that nobody has its state
 
     @property
@@ -582,17 +585,19 @@ class Epoch:
             return False
         tip = state.manifest.tip
         givers = frozenset(donor.key for donor in state.chunks_from)
-        fork = self._forks.leave(tip, state.line, self._made_with, givers)
-        drift = self._drift
         # The drift of this peer's inner steps is kept on the new state, unless that state has it already, or the owner
         # has pinned another line of states.
-        if drift is not None and self._round.may_be_in(mine):
-            self._accumulation.apply(used=True, is_accumulating=True)
-        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
+        drift, is_in_theirs = self._drift, self._round.may_be_in(mine)
+        may_keep = drift is not None and tip.pin == mine.pin and (drift.has_moved or is_in_theirs)
         try:
-            self._replica.load(state, keeps_drift=keeps)
+            load = self._replica.make_ready(state, keeps_drift=may_keep)
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
+        fork = self._forks.leave(tip, state.line, self._made_with, givers)
+        if drift is not None and is_in_theirs:
+            self._accumulation.apply(used=True, is_accumulating=True)
+        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
+        load(keeps)
         self._run.follow(tip)
         self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
         if state.lossy:
@@ -642,9 +647,7 @@ class Epoch:
             self._run.follow(tip)
             self._count_from(tip)
             return True
-        kept = self._forks.kept(pin)
-        if kept is not None:
-            self._continue_from(kept, pin.number)
+        if self._return_to_kept(pin):
             return True
         is_new = self._replica.tip.epoch == 0 < pin.epoch
         if is_new:
@@ -660,6 +663,23 @@ class Epoch:
             )  # fmt: skip
         return not is_new
 
+    def _return_to_kept(self, pin: Pin) -> bool:
+        """Continue from the state that this peer has kept, if `pin` allows it. Returns whether it did."""
+        if time.monotonic() < self._kept_again_at:
+            return False
+        try:
+            kept = self._forks.kept(pin)
+            if kept is not None:
+                self._continue_from(kept, pin.number)
+        except NoMemoryForState as error:
+            self._told_pin, self._kept_again_at = pin.number, time.monotonic() + KEPT_AGAIN_SECONDS
+            log.warning(
+                "the owner has pinned %s (pin %d), and this peer can't continue from the state that it had left: %s; "
+                "it tries again in %g s", pin.tip, pin.number, error, KEPT_AGAIN_SECONDS,
+            )  # fmt: skip
+            return False
+        return kept is not None
+
     def _continue_from(self, kept: Kept, pin: int) -> None:
         """Continue from a state that a peer has left and kept.
 
@@ -669,12 +689,14 @@ class Epoch:
 
         Raises:
             ValueError: if the state does not fit this model. Then nothing has changed.
+            NoMemoryForState: if there is no memory for it. Then nothing has changed.
         """
         state = kept.as_downloaded(pin)
         tip = state.manifest.tip
+        load = self._replica.make_ready(state)
         fork = self._forks.leave(tip, state.line, self._made_with, [])
         self._accumulation.leave()
-        self._replica.load(state)  # with an outer optimizer, the model becomes the anchor
+        load(False)  # with an outer optimizer, the model becomes the anchor
         self._run.follow(tip)
         self._made_with = frozenset()
         self._restart(tip)
@@ -682,10 +704,12 @@ class Epoch:
         if fork is not None:
             self._forks.left(fork)
 
-    def load_kept(self, path: str | os.PathLike[str]) -> None:
+    def load_kept(self, path: str | os.PathLike[str] | None) -> None:
         """See `Optimizer.load_kept_state`."""
         self.take_result(wait=True)
-        kept = read_kept(path)
+        kept = self._forks.in_memory if path is None else read_kept(path)
+        if kept is None:
+            raise ValueError("this peer has kept no state in its memory: give the file")
         tip = kept.snapshot.tip
         self._continue_from(kept, tip.pin if self._run.swarm.believes(tip) else 0)
 

@@ -209,7 +209,7 @@ class Follower(torch.optim.Optimizer):
         """See `shoal.Optimizer.load_state_from_peers`."""
         return self._call(Report("load_state_from_peers"))
 
-    def load_kept_state(self, path: str | os.PathLike[str]) -> None:
+    def load_kept_state(self, path: str | os.PathLike[str] | None = None) -> None:
         """See `shoal.Optimizer.load_kept_state`. Only rank 0 reads the file."""
         self._call(Report("load_kept_state"))
 

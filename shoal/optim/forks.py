@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
+from shoal.flat.allocation import memory_for
 from shoal.membership.pin import Pin
-from shoal.optim.kept import Keeper, Kept
+from shoal.optim.kept import Keeper, Kept, NotKept
 from shoal.optim.reports import Event, ForkReport
 from shoal.optim.run import Run
 from shoal.optim.state import Replica
@@ -71,6 +72,7 @@ class Forks:
         return ForkReport(stays, str(mine), mine.samples, makers, str(tip), tip.samples, _texts(others), reason, kept)
 
     def _keep(self) -> str:
+        """Keep this peer's state. Returns where it is, and how to load it, in words."""
         replica = self._replica
         if not self._keeper.fits(replica.nbytes):
             return (
@@ -78,8 +80,9 @@ class Forks:
                 "kept_state_dir= to keep such states on disk"
             )
         try:
-            return self._keeper.keep(replica.exact_copy())
-        except (OSError, ValueError) as error:
+            with memory_for("a copy of it", NotKept):
+                return self._keeper.keep(replica.exact_copy())
+        except (NotKept, ValueError) as error:
             return f"lost, since it could not be kept ({error})"
 
     def left(self, report: ForkReport) -> None:
@@ -88,8 +91,7 @@ class Forks:
         givers = ", ".join(repr(PeerID.parse(peer)) for peer in report.other_members) or "itself"
         log.warning(
             "this peer has left its state of epoch %s (%g samples) for that of epoch %s (%g samples), which it has "
-            "from %s: %s. The run has forked. Tip %s, made with %s, is %s; Optimizer.load_kept_state(file) loads it, "
-            "and in a closed run `shoal keys pin` leads all back to it. Now at tip %s",
+            "from %s: %s. The run has forked. Tip %s, made with %s, is %s. Now at tip %s",
             mine, report.samples, other, report.other_samples, givers,
             report.reason, report.tip, ", ".join(report.members), report.kept, report.other_tip,
         )  # fmt: skip
@@ -140,6 +142,11 @@ class Forks:
         if self._replica.tip.lineage == pin.lineage:
             return True
         return not pin.rewind and pin.lineage in self._replica.line
+
+    @property
+    def in_memory(self) -> Kept | None:
+        """The state that this peer has kept in memory; None if there is none."""
+        return self._keeper.in_memory
 
     def kept(self, pin: Pin) -> Kept | None:
         """The state that this peer has kept, if `pin` allows it (see `Kept.leads_to`); else None."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle  # only for its error: torch.load with weights_only unpickles nothing but tensors and plain data
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,19 @@ from typing import Any
 import torch
 
 from shoal.compression import CodecPlan, CodecSpan, NoCompression
+from shoal.flat.allocation import memory_for
 from shoal.membership.pin import Pin
 from shoal.swarm.protocol.line import MAX_OFFERED, split
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Snapshot, encoded
-from shoal.transfer.transfer import Downloaded
+from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 # The errors that torch and unpacking raise for a file of another kind.
 _OTHER_FILES = (ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError)
+PIN = "and in a closed run `shoal keys pin` leads all back to it"
 SHARE_OF_MEMORY = 0.25  # the share of the free memory that a kept state may take
 
 
@@ -43,61 +47,87 @@ class Kept:
         return self.snapshot.tip.lineage == pin.lineage or (not pin.rewind and pin.lineage in self.line)
 
     def as_downloaded(self, pin: int) -> Downloaded:
-        """The state in the form that `Replica.load` takes, with `pin` as the number of its pin."""
+        """The state in the form that `Replica.load` takes, with `pin` as the number of its pin.
+
+        Raises:
+            NoMemoryForState: if there is no memory for that.
+        """
         before, snapshot = self.snapshot.tip, self.snapshot
         tip = Tip(before.epoch, before.lineage, before.samples, pin)
-        state = encoded(Snapshot(tip, snapshot.layout, snapshot.buffers, snapshot.scalars, snapshot.codecs))
+        with memory_for("the state that was kept", NoMemoryForState):
+            state = encoded(Snapshot(tip, snapshot.layout, snapshot.buffers, snapshot.scalars, snapshot.codecs))
         return Downloaded(
             state.manifest, list(snapshot.buffers), False, snapshot.scalars, {}, {}, 0, 0.0, self.line
         )  # fmt: skip
 
 
+class NotKept(Exception):
+    """A state could not be kept. The message says why."""
+
+
 class Keeper:
-    """Keeps one state: in a file if there is a folder, else in memory.
+    """Keeps one state: in a file if there is a folder, else in memory. If a file can't be written, its state stays in
+    memory, and the file of the state before stays, too.
 
     Args:
         folder: the folder, which is made when it is needed; None for memory.
         me: this peer's key, of which a part is in the file's name.
+
+    Attributes:
+        in_memory: the state that is kept in memory; None if there is none.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, me: bytes) -> None:
         self._folder = None if folder is None else Path(folder).expanduser()
         self._me = me.hex()[:16]
-        self._kept: Kept | None = None
+        self.in_memory: Kept | None = None
 
     def fits(self, nbytes: int) -> bool:
         """Whether a state of `nbytes` bytes can be kept."""
         return self._folder is not None or nbytes <= SHARE_OF_MEMORY * free_memory()
 
     def keep(self, kept: Kept) -> str:
-        """Keep this state instead of the last one. Returns where it is, in words; a file's name is in quotes.
+        """Keep this state instead of the last one. Returns where it is, and how to load it, in words; a file's name is
+        in quotes.
 
         Raises:
-            OSError: if the file can't be written. Then the last state is still there.
+            NotKept: if the file can't be written, and the state takes too much memory to stay there. Then the last
+                state is still kept.
         """
-        if self._folder is None:
-            self._kept = kept
-            return "in this peer's memory"
-        tip = kept.snapshot.tip
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"left-{self._me}-epoch{tip.epoch}-{tip.lineage.hex()[:16]}.pt"
-        new = path.with_suffix(".new")
-        try:
-            torch.save(_to_plain(kept), new)
-            os.replace(new, path)
-        except RuntimeError as error:  # torch raises it if the disk is full
-            new.unlink(missing_ok=True)
-            raise OSError(f"{new} can't be written: {error}") from error
-        for old in self._folder.glob(f"left-{self._me}-*.pt"):
-            if old != path:
-                old.unlink(missing_ok=True)
-        return f"in {str(path)!r}"
+        why = ""
+        if self._folder is not None:
+            tip = kept.snapshot.tip
+            path = self._folder / f"left-{self._me}-epoch{tip.epoch}-{tip.lineage.hex()[:16]}.pt"
+            try:
+                _write(kept, path)
+            except OSError as error:
+                # The state is in memory already. So it counts as free, as it did before it was copied.
+                nbytes = sum(buffer.nbytes for buffer in kept.snapshot.buffers)
+                why = f"{str(path)!r} could not be written: {error.strerror or error}"
+                if nbytes > SHARE_OF_MEMORY * (free_memory() + nbytes):
+                    raise NotKept(
+                        f"{why}; and its {nbytes / 1e6:.0f} MB are more than a quarter of the memory that is free"
+                    ) from error
+            else:
+                for old in self._files():
+                    if old != path:
+                        with suppress(OSError):
+                            old.unlink()
+                self.in_memory = None
+                return f"in {str(path)!r} (Optimizer.load_kept_state(file) loads it, {PIN})"
+        self.in_memory = kept
+        because = f", because {why}" if why else ""
+        return f"in this peer's memory until its process ends{because} (Optimizer.load_kept_state() loads it, {PIN})"
 
     def find(self, pin: Pin) -> Kept | None:
-        """The kept state, if `pin` allows it (see `Kept.leads_to`); else None."""
-        if self._kept is not None:
-            return self._kept if self._kept.leads_to(pin) else None
-        for path in sorted(self._folder.glob(f"left-{self._me}-*.pt")) if self._folder is not None else ():
+        """The kept state, if `pin` allows it (see `Kept.leads_to`); else None.
+
+        Raises:
+            NoMemoryForState: if there is no memory to read it.
+        """
+        if self.in_memory is not None and self.in_memory.leads_to(pin):
+            return self.in_memory
+        for path in self._files():
             try:
                 kept = read_kept(path)
             except (OSError, ValueError) as error:
@@ -107,6 +137,35 @@ class Keeper:
                 return kept
         return None
 
+    def _files(self) -> list[Path]:
+        """The files of this peer's states; none if the folder can't be read."""
+        with suppress(OSError):
+            return [] if self._folder is None else sorted(self._folder.glob(f"left-{self._me}-*.pt"))
+        return []
+
+
+def _write(kept: Kept, path: Path) -> None:
+    """Write a state to a file. A file of that name is replaced only when the new one is on the disk.
+
+    Raises:
+        OSError: if that fails. Then no part of a file is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    try:
+        with new.open("wb") as file:
+            torch.save(_to_plain(kept), file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except RuntimeError as error:  # torch raises it from the error of the file
+        raise (error.__context__ if isinstance(error.__context__, OSError) else OSError(str(error))) from error
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
 
 def read_kept(path: str | os.PathLike[str]) -> Kept:
     """Read the state from a file that a `Keeper` has written.
@@ -114,9 +173,11 @@ def read_kept(path: str | os.PathLike[str]) -> Kept:
     Raises:
         OSError: if there is no such file.
         ValueError: if it is another kind of file.
+        NoMemoryForState: if there is no memory to read it.
     """
     try:
-        plain = torch.load(path, weights_only=True)
+        with memory_for(f"the state in {os.fspath(path)}", NoMemoryForState):
+            plain = torch.load(path, weights_only=True)
         if plain["format"] != FORMAT:
             raise ValueError(f"it is of format {plain['format']}, and this version of Shoal reads {FORMAT}")
         epoch, lineage, samples, pin = plain["tip"]
@@ -144,8 +205,9 @@ def _to_plain(kept: Kept) -> dict[str, Any]:
 
 
 def free_memory() -> int:
-    """The memory that the kernel reports as available, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """The memory that the kernel reports as available, in bytes; if it does not, the memory that nobody uses."""
+    with suppress(OSError):  # also of too many open files, which may be why a state could not be written
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -166,8 +166,8 @@ class Optimizer(torch.optim.Optimizer):
             line that `shoal keys admit` prints, a file with that line, or a function that returns either. A file or a
             function is read again before the membership expires; a function runs in a thread of its own.
         kept_state_dir: a folder for the state that this peer leaves when the run has forked. The last such state is
-            there, in a file that `load_kept_state` reads. When None, the state stays in memory, if it takes at most a
-            quarter of the free memory.
+            there, in a file that `load_kept_state` reads. When None, or if the file can't be written, the state stays
+            in memory, if it takes at most a quarter of the free memory.
         outer: train as DiLoCo does, see `shoal.DiLoCo`. Every `step` steps the wrapped (inner) optimizer on the model.
             At the end of an epoch, the peers average their drifts: how far their models have moved. The scheduler is
             stepped once per inner step if `inner_steps` is given, else once per epoch. `max_grad_norm` limits the
@@ -546,7 +546,8 @@ class Optimizer(torch.optim.Optimizer):
             samples behind it than this peer's.
 
         Raises:
-            AveragingError: if no peer could send the state, with the reason of each. Then nothing has changed.
+            AveragingError: if no peer could send the state, with the reason of each, or if there is no memory for it.
+                Then nothing has changed.
             ValueError: for a `timeout` that makes no sense.
         """
         timeout = self._settings.load_state_timeout if timeout is None else timeout
@@ -564,17 +565,19 @@ class Optimizer(torch.optim.Optimizer):
         digits>`. Peers with the same tip have the same state. `shoal keys pin` takes a tip."""
         return str(self._epoch.applied)
 
-    def load_kept_state(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a state that a peer left when the run forked, and kept in `kept_state_dir`. If other peers hold
-        a state that outranks it, the next `step` downloads that one, unless the owner has pinned this one.
+    def load_kept_state(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Continue from a state that a peer left when the run forked, and kept in `kept_state_dir` or in memory. If
+        other peers hold a state that outranks it, the next `step` downloads that one, unless the owner has pinned this
+        one.
 
         Args:
-            path: the file.
+            path: the file. None is the state that this peer has kept in its memory.
 
         Raises:
             OSError: if there is no such file.
-            ValueError: if the file has no such state, if the state does not fit this model, or if ranks carry strands.
-                Then nothing has changed.
+            ValueError: if there is no such state in the file or in memory, if the state does not fit this model, or if
+                ranks carry strands. Then nothing has changed.
+            AveragingError: if there is no memory to load it. Then nothing has changed.
         """
 
         def load() -> None:

@@ -88,7 +88,8 @@ class ForkReport:
         other_samples: the number of samples behind the other state.
         other_members: the peer ids, as text, of known peers that hold the other state.
         reason: why this side is kept.
-        kept: where the state is that this peer has left, in words: in a file, in memory, or lost. "" if it stays.
+        kept: where the state is that this peer has left, and how to load it, in words: in a file, in memory, or lost.
+            "" if it stays.
     """
 
     stays: bool

@@ -11,7 +11,7 @@ from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import StrandCheckpoint
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
-from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.strand_replica import Answer, StrandReplica
 from shoal.optim.strand_states import Carrier
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.tip import Tip
@@ -49,7 +49,9 @@ class Share:
             "me": lambda: replica.states.me,
             "meet": lambda first: replica.states.meet(msgspec.convert(first, Carrier)),
             "download": self._download,
+            "make ready": replica.make_ready_here,
             "load": replica.load_here,
+            "drop": replica.drop_here,
             "publish": replica.publish,
             "state dict": replica.state_dict_here,
             "load state dict": lambda: replica.load_state_here(None, None),
@@ -63,7 +65,6 @@ class Share:
                 "go on accumulating": gradients.go_on,
                 "take back": gradients.take_back,
                 "remember": gradients.remember,
-                "forget": gradients.forget,
                 "publish drift": gradients.publish,
                 "apply": lambda used: gradients.apply(used=used),
             }
@@ -87,7 +88,7 @@ class Share:
         self._gradients.scale_by(factor)
         self._replica.step(self._gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)
 
-    def _download(self, tip: Any, timeout: float, of_strand: Any) -> str:
+    def _download(self, tip: Any, timeout: float, of_strand: Any) -> Answer:
         carriers = msgspec.convert(of_strand, list[list[Carrier]])
         return self._replica.download_here(msgspec.convert(tip, Tip), timeout, carriers)
 

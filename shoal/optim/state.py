@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
+from shoal.flat.allocation import memory_for
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
@@ -33,7 +34,7 @@ from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Snapshot, encoded
-from shoal.transfer.transfer import Downloaded
+from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ dtype. No known optimizer keeps more."""
 
 MANIFEST_BYTES = 1 << 26
 """The allowance for the options, counters and padding of a downloaded state."""
+
+HASHED_ELEMENTS = 1 << 22
+"""The number of elements that are copied from a device at a time, to be hashed."""
 
 AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -75,6 +79,50 @@ class Part:
 
     parameters: Sequence[Tensor]
     extras: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PartState:
+    """The state of a part.
+
+    Attributes:
+        tensors: in the order of a snapshot.
+        scalars: the rest.
+        part: the part.
+    """
+
+    tensors: Sequence[Tensor]
+    scalars: Scalars
+    part: Part
+
+    @classmethod
+    def of(cls, state: Downloaded, part: Part) -> PartState:
+        """The downloaded state of a part.
+
+        Raises:
+            ValueError: if it is no state.
+            NoMemoryForState: if there is no memory to decode it.
+        """
+        try:
+            with memory_for("the state that was downloaded", NoMemoryForState):
+                return cls(state.tensors(), _scalars.decode(state.scalars), part)
+        except RecursionError as error:
+            raise ValueError(f"the state is nested too deeply: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What a state of a part sets, apart from the optimizer's state.
+
+    Attributes:
+        pairs: this peer's parameters and extra tensors, each with its values.
+        groups: the options of each parameter group.
+        scheduled: the scheduler's state; {} without a scheduler.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    groups: list[dict[str, Any]]
+    scheduled: dict[str, Any]
 
 
 class TrainingState:
@@ -116,13 +164,13 @@ class TrainingState:
         if not self._is_flat:
             return
         tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
-        if len(tensors) != len(self._held) or any(a is not b for a, b in zip(tensors, self._held, strict=True)):
+        if not self._are_held(tensors):
             FlatBuffer.adopt(tensors)
             self._held = tensors
 
     def digest(self) -> bytes:
-        """The blake3 hash of the parameters, 32 bytes. Parameters on a device are copied to the host for it."""
-        return hash_of([flat.detach().cpu() for flat in self.memory.flat])
+        """The blake3 hash of the parameters, 32 bytes."""
+        return hash_of(self.memory.flat)
 
     def _kept(self, parameters: Sequence[Tensor] | None = None) -> Iterator[tuple[int, str, Any]]:
         """Yield (parameter's number, name, value) of everything in the optimizer's state of these parameters; of all
@@ -203,36 +251,65 @@ class TrainingState:
         return Snapshot(tip, layout, memory.flat, encoded_scalars, codecs)
 
     def load(self, state: Downloaded) -> None:
-        """Take over a downloaded state.
+        """Take over a downloaded state. Raises as `prepare`, and then nothing has changed."""
+        self.prepare(PartState.of(state, self._whole))()
+
+    def prepare(self, *given: PartState) -> Callable[[], None]:
+        """Prepare to take over the state of parts: check that it fits, and allocate all the memory that it needs.
+        Nothing changes yet.
+
+        Returns:
+            A function that takes the state over. It allocates no memory for tensors.
 
         Raises:
-            ValueError: if the state does not fit this model. Then nothing has changed.
+            ValueError: if the state does not fit its part.
+            NoMemoryForState: if there is no memory for it.
         """
-        self.load_part(state, self._whole)
+        with memory_for("the state that this peer would load", NoMemoryForState):
+            checked = [self._checked(each) for each in given]
+            pairs = [pair for each in checked for pair in each.pairs]
+            kept: dict[Tensor, dict[str, Any]] = {}
+            for each in given:
+                pairs += self._take_statistics(each, kept)
+            moved, memory = self._memory_for_statistics([each.part for each in given], kept)
+            views = [] if memory is None else memory.views()
+            if moved:  # each gets its values where it moves to
+                values, moving = {id(own): value for own, value in pairs}, set(map(id, moved))
+                pairs = [(own, value) for own, value in pairs if id(own) not in moving]
+                pairs += [(view, values.get(id(one), one)) for view, one in zip(views, moved, strict=True)]
 
-    def load_part(self, state: Downloaded, part: Part) -> None:
-        """Take over a downloaded state of a part.
+        @torch.no_grad()
+        def load() -> None:
+            for own, value in pairs:
+                own.copy_(value)
+            for one, view in zip(moved, views, strict=True):
+                one.data = view
+            if memory is not None:
+                self._held = moved
+            for parameter in (parameter for each in given for parameter in each.part.parameters):
+                self.optimizer.state.pop(parameter, None)
+                if parameter in kept:
+                    self.optimizer.state[parameter] = kept[parameter]
+            for each in checked:
+                for group, options in zip(self.optimizer.param_groups, each.groups, strict=True):
+                    group.update(options)
+                if self.scheduler is not None:
+                    self.scheduler.load_state_dict(each.scheduled)
+
+        return load
+
+    def _checked(self, given: PartState) -> _Checked:
+        """Check that the state of a part fits it.
 
         Raises:
-            ValueError: if the state does not fit this part. Then nothing has changed.
+            ValueError: if it does not.
         """
-        try:
-            tensors, scalars = state.tensors(), _scalars.decode(state.scalars)
-        except RecursionError as error:
-            raise ValueError(f"the state is nested too deeply: {error}") from error
-        self.load_tensors(tensors, scalars, part)
-
-    def load_tensors(self, tensors: Sequence[Tensor], scalars: Scalars, part: Part) -> None:
-        """Take over a state of a part, given its tensors in the order of a snapshot, and the rest.
-
-        Raises:
-            ValueError: if the state does not fit this part. Then nothing has changed.
-        """
+        tensors, scalars, part = given.tensors, given.scalars, given.part
         count, extras, mine = len(part.parameters), len(part.extras), self._options()
         if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
             parameters = len(tensors) - len(scalars.statistics) - scalars.extras
-            given = f"{parameters} parameters and {scalars.extras} extra tensors"
-            raise ValueError(f"the state has {given}; this peer has {count} and {extras}")
+            told = f"{parameters} parameters and {scalars.extras} extra tensors"
+            raise ValueError(f"the state has {told}; this peer has {count} and {extras}")
         copied = [*tensors[:count], *tensors[len(tensors) - extras :]]
         pairs = list(zip([*part.parameters, *part.extras], copied, strict=True))
         for index, (own, theirs) in enumerate(pairs):
@@ -244,8 +321,8 @@ class TrainingState:
         if len(scalars.groups) != len(mine):
             raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
         groups = [
-            {key: restored(value, ours.get(key), key) for key, value in given.items()}
-            for ours, given in zip(mine, scalars.groups, strict=True)
+            {key: restored(value, ours.get(key), key) for key, value in group.items()}
+            for ours, group in zip(mine, scalars.groups, strict=True)
         ]
         if any(i >= count for i, _ in scalars.statistics) or any(i >= count for i, _, _ in scalars.values):
             raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
@@ -257,38 +334,63 @@ class TrainingState:
             if unknown := set(scalars.scheduler) - set(scheduled):
                 raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
             scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
-        with torch.no_grad():
-            for tensor, theirs in pairs:
-                tensor.copy_(theirs)
-            self._load_statistics(scalars, tensors[count : count + len(scalars.statistics)], part.parameters)
-        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(options)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(scheduled)
+        return _Checked(pairs, groups, scheduled)
 
     def _options(self) -> list[dict[str, Any]]:
         """The present options of the parameter groups that newcomers get."""
         left_out = KERNELS | {"params"}
         return [{k: v for k, v in group.items() if k not in left_out} for group in self.optimizer.param_groups]
 
-    def _load_statistics(self, scalars: Scalars, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Copy into the statistics that exist, allocate missing ones, and drop those that the state does not have."""
-        kept: dict[int, dict[str, Any]] = {}
-        for (index, name), tensor in zip(scalars.statistics, tensors, strict=True):
+    def _take_statistics(self, given: PartState, kept: dict[Tensor, dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """Add the optimizer's state after the load to `kept`, by parameter and name: the tensors that the optimizer has
+        already, and new ones where it has none that fit. Returns the tensors, each with its values."""
+        scalars, parameters, pairs = given.scalars, given.part.parameters, []
+        count = len(parameters)
+        values = given.tensors[count : count + len(scalars.statistics)]
+        for (index, name), theirs in zip(scalars.statistics, values, strict=True):
             parameter = parameters[index]
             mine = self.optimizer.state.get(parameter, {}).get(name)
-            if not isinstance(mine, Tensor) or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+            if not isinstance(mine, Tensor) or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 # As torch does: statistics live with their parameter, but step counts (0-d) stay on the host.
-                mine = torch.empty_like(tensor, device=parameter.device if tensor.dim() else "cpu")
-            mine.copy_(tensor)
-            kept.setdefault(index, {})[name] = mine
+                device = parameter.device if theirs.dim() else torch.device("cpu")
+                # In flat memory, a new tensor gets its memory there: until then, one element stands for all.
+                mine = (
+                    torch.empty((), dtype=theirs.dtype, device=device).expand(theirs.shape)
+                    if self._is_flat
+                    else torch.empty_like(theirs, device=device)
+                )
+            pairs.append((mine, theirs))
+            kept.setdefault(parameter, {})[name] = mine
         for index, name, value in scalars.values:
-            kept.setdefault(index, {})[name] = value
-        for index, parameter in enumerate(parameters):
-            self.optimizer.state.pop(parameter, None)
-            if index in kept:
-                self.optimizer.state[parameter] = kept[index]
-        self.adopt_statistics()
+            kept.setdefault(parameters[index], {})[name] = value
+        return pairs
+
+    def _memory_for_statistics(
+        self, loaded: Sequence[Part], kept: dict[Tensor, dict[str, Any]]
+    ) -> tuple[list[Tensor], FlatBuffer | None]:
+        """Allocate flat memory for the tensors of the optimizer's state after a load, unless they are there already.
+
+        Args:
+            loaded: the parts that are loaded.
+            kept: the state that the optimizer will keep of their parameters.
+
+        Returns:
+            The tensors that are to move, and the memory for them; [] and None if there are none.
+        """
+        if not self._is_flat:
+            return [], None
+        replaced = {parameter for part in loaded for parameter in part.parameters}
+        held = [
+            value
+            for parameter in self.parameters
+            for _, value in sorted((kept if parameter in replaced else self.optimizer.state).get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        ]
+        return ([], None) if self._are_held(held) else (held, FlatBuffer.for_adoption(held))
+
+    def _are_held(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors in flat memory."""
+        return len(tensors) == len(self._held) and all(a is b for a, b in zip(tensors, self._held, strict=True))
 
 
 class Replica(TrainingState):
@@ -503,30 +605,52 @@ class Replica(TrainingState):
         return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
 
     def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
-        """See `TrainingState.load`.
+        """Take over a downloaded state. Raises as `make_ready`, and then nothing has changed."""
+        self.make_ready(state, keeps_drift=keeps_drift)(keeps_drift)
+
+    def make_ready(self, state: Downloaded, *, keeps_drift: bool = False) -> Callable[[bool], None]:
+        """Prepare to take over a downloaded state, see `prepare`.
 
         Args:
-            keeps_drift: keep the drift of the model, which then counts from the new anchor.
+            keeps_drift: whether the drift of the model may be kept.
+
+        Returns:
+            A function that takes the state over. Its argument says whether to keep the drift, which then counts from
+            the new anchor.
+
+        Raises:
+            ValueError: if the state does not fit this model, or if a module has replaced a parameter.
+            NoMemoryForState: if there is no memory for it.
         """
         with self._lock:
             self.placement.take_over()
-            if self.drift is not None and keeps_drift:
-                self.drift.remember()
-            try:
-                self._take(state)
-            except ValueError:
-                if self.drift is not None:
-                    self.drift.forget()
-                raise
-            self.options.refresh()
-            self.line.take_over(state.line, state.manifest.tip)
-            self.tip = state.manifest.tip
-            self.publish()
-        self.state_digest = self.digest()
+        take = self.prepare(*self._parts_of(state))
+        anchors: list[Tensor] | None = None
+        if self.drift is not None and keeps_drift:
+            with memory_for("the drift that this peer would keep", NoMemoryForState):
+                anchors = self.drift.copy_of_anchors()
 
-    def _take(self, state: Downloaded) -> None:
-        """Take over the tensors of a downloaded state."""
-        super().load(state)
+        def load(keeps_drift: bool) -> None:
+            with self._lock:
+                if self.drift is not None and keeps_drift:
+                    self.drift.remember(anchors)
+                take()
+                self.options.refresh()
+                self.line.take_over(state.line, state.manifest.tip)
+                self.tip = state.manifest.tip
+                self.publish()
+            self.state_digest = self.digest()
+
+        return load
+
+    def _parts_of(self, state: Downloaded) -> list[PartState]:
+        """The parts of a downloaded state.
+
+        Raises:
+            ValueError: if a part is no state.
+            NoMemoryForState: if there is no memory to decode one.
+        """
+        return [PartState.of(state, self._whole)]
 
     def state_dict(self) -> dict[str, Any]:
         """The local optimizer's state dict, with the epoch in `["state"]["local_epoch"]` and everything else under
@@ -675,10 +799,12 @@ def put_average(tensor: Tensor, average: Tensor, before: Tensor | None, role: Te
 
 
 def hash_of(tensors: Iterable[Tensor]) -> bytes:
-    """The blake3 hash of tensors on the CPU, 32 bytes."""
+    """The blake3 hash of contiguous tensors, 32 bytes. Those on a device are copied to the host in pieces, so that
+    little memory is needed."""
     hasher = blake3()
-    for tensor in tensors:
-        hasher.update(bytes_of(tensor))
+    for tensor in map(Tensor.detach, tensors):
+        for piece in (tensor,) if tensor.device.type == "cpu" else torch.split(tensor.view(-1), HASHED_ELEMENTS):
+            hasher.update(bytes_of(piece.cpu()))
     return hasher.digest()
 
 

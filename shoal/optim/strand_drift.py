@@ -134,31 +134,26 @@ class StrandDrift(StrandRounds, Drift):
         with self._at_all("reset"):
             super().reset()
 
-    def remember(self) -> None:
+    def remember(self, anchors: list[Tensor] | None = None) -> None:
         """See `Drift`."""
         with self._at_all("remember"):
-            super().remember()
-
-    def forget(self) -> None:
-        """See `Drift`."""
-        with self._at_all("forget"):
-            super().forget()
+            super().remember(anchors)
 
     def publish(self) -> None:
         """See `Drift`."""
         with self._at_all("publish drift"):
-            self._gather()
+            self.gather()
             super().publish()
             self._pieces.is_ahead = True
 
     def apply(self, *, used: bool) -> None:
         """See `Drift`."""
         with self._at_all("apply", used):
-            self._gather()
+            self.gather()
             super().apply(used=used)
             self._pieces.is_ahead = True
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
         """Gather the pieces from the model, if there were inner steps since. All ranks call this at once."""
         if not self._is_gathered:
             self._pieces.gather_parameters()
@@ -182,7 +177,7 @@ class StrandDrift(StrandRounds, Drift):
 
     def close_here(self) -> bool:
         """Take the drift of this rank's strands. Returns whether it is finite."""
-        self._gather()
+        self.gather()
         return self.take()
 
     def begin_rounds(self, are_finite: bool) -> None:

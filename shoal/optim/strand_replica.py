@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +24,7 @@ from shoal.optim.group_options import structure
 from shoal.optim.host_copy import ModelGroup, check_order
 from shoal.optim.kept import Kept
 from shoal.optim.settings import Settings, Stepped
-from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, Replica, hash_of
+from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, PartState, Replica, hash_of
 from shoal.optim.strand_checkpoint import (
     check_fits,
     gather_state,
@@ -40,7 +41,7 @@ from shoal.sharding.element_wise import is_element_wise
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Snapshot
-from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve
+from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, Reserve
 
 ATTEMPTS = 5  # tries to download all strands of one state, while the run continues
 
@@ -54,6 +55,18 @@ class DownloadedStrands(Downloaded):
     """
 
     strands: Mapping[int, Downloaded] = field(default_factory=dict)
+
+
+class Answer(NamedTuple):
+    """The answer of a rank that was told to download its strands, or to prepare to load them.
+
+    Attributes:
+        why: the reason why it can't; "" if it can.
+        lacks_memory: whether the reason is that it has no memory.
+    """
+
+    why: str = ""
+    lacks_memory: bool = False
 
 
 class StrandReplica(Replica):
@@ -91,6 +104,7 @@ class StrandReplica(Replica):
         self.strands, self.crew = strands, crew
         self.gradients: StrandGradients | StrandDrift | None = None
         self._downloaded: dict[int, Downloaded] = {}
+        self._load: Callable[[bool], None] = _nothing  # takes over what was downloaded
         size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
         extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
         at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
@@ -108,7 +122,7 @@ class StrandReplica(Replica):
     def digest(self) -> bytes:
         """The hashes of this rank's strands, one after the other; at rank 0, one hash of the hashes of all strands."""
         self.crew.tell("digest")
-        mine = b"".join(hash_of([p.detach().cpu() for p in self.part(k).parameters]) for k in self.strands.mine)
+        mine = b"".join(hash_of(self.part(k).parameters) for k in self.strands.mine)
         if self.strands.rank:
             return mine
         return name_of(self.strands.carriers, [mine, *self.crew.hear()])
@@ -251,20 +265,25 @@ class StrandReplica(Replica):
 
         Raises:
             DownloadFailed: if a strand could not be downloaded. Then nothing has changed.
+            NoMemoryForState: if a rank has no memory for its strands.
         """
-        failed = ""
+        failed: list[str] = []
         for _ in range(ATTEMPTS):
             known = self.states.who_carries(donors)
             of_strand = [[said.ranks[said.numbers[k]] for said in known] for k in range(len(self.strands.carriers))]
             first = _result(self.states.begin(0, of_strand[0], timeout, wanted, reserve))
             tip = first.manifest.tip
             self.crew.tell("download", tip, timeout, of_strand)
-            failed = self.download_here(tip, timeout, of_strand, {0: first})
-            failed = next((other for other in self.crew.hear() if other), failed)
+            own = self.download_here(tip, timeout, of_strand, {0: first})
+            answers = [Answer(*own), *(Answer(*other) for other in self.crew.hear())]
+            failed = [f"{self.crew.names[rank]}: {each.why}" for rank, each in enumerate(answers) if each.why]
             if not failed:
                 of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
                 return DownloadedStrands(**of_first, strands=self._downloaded)
-        raise DownloadFailed(f"could not download all strands of one state: {failed}")
+            self._drop()
+            if any(each.lacks_memory for each in answers):  # it does at once, too
+                raise NoMemoryForState(failed[0])
+        raise DownloadFailed(f"could not download all strands of one state: {failed[0]}")
 
     def download_here(
         self,
@@ -272,41 +291,74 @@ class StrandReplica(Replica):
         timeout: float,
         of_strand: Sequence[Sequence[Carrier]],
         known: Mapping[int, Downloaded] | None = None,
-    ) -> str:
-        """Download this rank's strands of the state `tip`, except those in `known`. Returns the reason if that failed,
-        else ""."""
+    ) -> Answer:
+        """Download this rank's strands of the state `tip`, except those in `known`."""
         self._downloaded = dict(known or {})
         under_way = {
             strand: self.states.begin(strand, of_strand[strand], timeout, tip.is_state_of)
             for strand in self.strands.mine
             if strand not in self._downloaded
         }
-        failed = ""
+        failed = Answer()
         for strand, future in under_way.items():
             try:
                 self._downloaded[strand] = _result(future)
             except AveragingError as error:
-                failed = f"strand {strand}: {error}"
+                if not failed.lacks_memory:
+                    failed = Answer(f"strand {strand}: {error}", isinstance(error, NoMemoryForState))
         return failed
 
+    def make_ready(self, state: Downloaded, *, keeps_drift: bool = False) -> Callable[[bool], None]:
+        """See `Replica`. If a rank can't load its strands, none does, and all drop them."""
+        self.crew.tell("make ready", keeps_drift)
+        answers = [Answer(*self.make_ready_here(keeps_drift)), *(Answer(*other) for other in self.crew.hear())]
+        for rank, answer in enumerate(answers):
+            if answer.why:
+                self._drop()
+                kind = NoMemoryForState if answer.lacks_memory else ValueError
+                raise kind(f"{self.crew.names[rank]}: {answer.why}")
+
+        def load(keeps_drift: bool) -> None:
+            self.crew.tell("load", keeps_drift)
+            self.load_here(keeps_drift)
+
+        return load
+
+    def make_ready_here(self, keeps_drift: bool) -> Answer:
+        """Prepare to take over what this rank has downloaded."""
+        with self._quiet():
+            if isinstance(self.drift, StrandDrift):
+                self.drift.gather()  # all ranks together, and before this rank may lack memory
+            first = next(iter(self._downloaded.values()))
+            of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
+            state = DownloadedStrands(**of_first, strands=self._downloaded)
+            try:
+                self._load = super().make_ready(state, keeps_drift=keeps_drift)
+            except (ValueError, NoMemoryForState) as error:
+                return Answer(str(error), isinstance(error, NoMemoryForState))
+        return Answer()
+
     def load_here(self, keeps_drift: bool) -> None:
-        """Take over what this rank has downloaded."""
-        first = next(iter(self._downloaded.values()))
-        of_first = {each.name: getattr(first, each.name) for each in fields(Downloaded)}
-        self.load(DownloadedStrands(**of_first, strands=self._downloaded), keeps_drift=keeps_drift)
-
-    def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
-        """See `Replica`."""
-        self.crew.tell("load", keeps_drift)
-        with self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext():
-            super().load(state, keeps_drift=keeps_drift)
+        """Take over what this rank has downloaded, after `make_ready_here`."""
+        with self._quiet():
+            self._load(keeps_drift)
         self.strands.is_ahead = True
+        self.drop_here()
 
-    def _take(self, state: Downloaded) -> None:
+    def _quiet(self) -> AbstractContextManager[None]:
+        return self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext()
+
+    def _drop(self) -> None:
+        self.crew.tell("drop")
+        self.drop_here()
+
+    def drop_here(self) -> None:
+        """Drop what this rank has downloaded, and the memory that it has taken to load it."""
+        self._downloaded, self._load = {}, _nothing
+
+    def _parts_of(self, state: Downloaded) -> list[PartState]:
         assert isinstance(state, DownloadedStrands)
-        for strand in self.strands.mine:
-            self.load_part(state.strands[strand], self.part(strand))
-        self._downloaded = {}
+        return [PartState.of(state.strands[strand], self.part(strand)) for strand in self.strands.mine]
 
     # -- saved and loaded
 
@@ -371,8 +423,7 @@ class StrandReplica(Replica):
         tensors = ours if ours is not None and "drift" in ours else None
         plain = {name: value for name, value in (ours or {}).items() if name not in ("outer", "drift")}
         plain = shared_by_all(self.strands.group, plain | {"has drift": tensors is not None})
-        quiet = self.drift.quiet() if isinstance(self.drift, StrandDrift) else contextlib.nullcontext()
-        with self._lock, quiet:
+        with self._lock, self._quiet():
             self.strands.gather_parameters()
             if self.drift is None:
                 scatter_state(self.strands, self.optimizer, self.parameters, given)
@@ -413,6 +464,10 @@ class StrandReplica(Replica):
         anchors = self.strands.scatter(wholes)
         chosen = [anchor for anchor, mine in zip(anchors, self.parameters, strict=True) if mine.requires_grad]
         drift.load_state_dict({**told, "anchor": chosen})
+
+
+def _nothing(keeps_drift: bool) -> None:
+    """There is no state to take over."""
 
 
 def _result(future: Future[Downloaded]) -> Downloaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression import CodecPlan
-from shoal.flat.allocation import forget_spares
+from shoal.flat.allocation import forget_spares, memory_for
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Node, Reply, Service
@@ -23,6 +24,8 @@ from shoal.swarm.gate import Gate
 from shoal.swarm.protocol.line import MAX_OFFERED
 from shoal.swarm.protocol.tip import DIGEST_BYTES, Digest, Tip
 from shoal.transfer.manifest import MAX_CHUNKS, BufferShape, Manifest, state_chunks
+
+log = logging.getLogger(__name__)
 
 MAX_SNAPSHOTS: Final = 2
 KEEP_SECONDS: Final = 30.0  # a snapshot is dropped if nobody has asked for a chunk of it for this long
@@ -201,7 +204,8 @@ class StateDonor:
 
     async def _prepare(self) -> _Held:
         try:
-            taken = _Held(await self._take_snapshot(), now())
+            with memory_for("a copy of this peer's state", _refusal):
+                taken = _Held(await self._take_snapshot(), now())
             id = taken.state.manifest.id
             held = self._held.setdefault(id, taken)
             held.asked = taken.asked
@@ -234,6 +238,11 @@ class StateDonor:
             raise Refused(f"the state has {len(payloads)} chunks, there is no number {request.chunk}")
         held.asked = now()
         return Reply(Chunk(), [payloads[request.chunk]], chunk_name(request.manifest, request.chunk))
+
+
+def _refusal(why: str) -> Refused:
+    log.warning("a newcomer can't have this peer's state: %s", why)
+    return Refused(why)
 
 
 def chunk_name(manifest: bytes, chunk: int) -> bytes:

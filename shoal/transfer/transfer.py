@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.compression import Codec, CodecPlan, CodecSpan, NoCompression, codec_by_name
 from shoal.flat import Layout, bytes_of
-from shoal.flat.allocation import empty
+from shoal.flat.allocation import empty, memory_for
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Expected, Leases
@@ -43,6 +43,10 @@ Reserve = Callable[[Tip, Sequence[PeerID]], Awaitable[bool]]
 
 class DownloadFailed(AveragingError):
     """No state was downloaded. The message names every donor with the reason."""
+
+
+class NoMemoryForState(DownloadFailed):
+    """This peer has no memory to receive the state, or to load it. Nothing has changed."""
 
 
 class NothingShared(DownloadFailed):
@@ -125,8 +129,9 @@ async def download_state(
         The complete, verified state.
 
     Raises:
-        DownloadFailed: if no donor is left, if nothing has arrived for `timeout` seconds, if there is no memory for the
-            state, or if the node is closed. The message names every donor with the reason.
+        DownloadFailed: if no donor is left, if nothing has arrived for `timeout` seconds, or if the node is closed. The
+            message names every donor with the reason.
+        NoMemoryForState: if there is no memory for the state.
         NothingShared: if there are no donors, or none of them shares its state.
         NothingWanted: if donors offer states, but none is `wanted`.
     """
@@ -146,10 +151,8 @@ class _Fetch:
     def __init__(self, manifest: Manifest, donors: Iterable[PeerID], leases: Leases) -> None:
         self.manifest, self.id, self.chunks = manifest, manifest.id, manifest.chunks
         shapes = (BufferShape("uint8", manifest.scalars_nbytes), *manifest.buffers)
-        try:
+        with memory_for(f"{_title(manifest)}, {manifest.nbytes} bytes", NoMemoryForState):
             self.parts = [empty(shape.numel, getattr(torch, shape.dtype)) for shape in shapes]
-        except (RuntimeError, OSError) as error:  # what torch and the kernel raise when there is no memory
-            raise DownloadFailed(f"there is no memory for {_title(manifest)}, {manifest.nbytes} bytes") from error
         codecs = {name: codec_by_name(name) for name in manifest.codecs}
         spans = [CodecSpan(0, 0, manifest.scalars_nbytes, NoCompression())]
         spans += [CodecSpan(1 + buffer, start, stop, codecs[name]) for buffer, start, stop, name in manifest.spans]
@@ -217,6 +220,7 @@ class _Download:
     _unwanted: set[PeerID] = field(init=False, default_factory=set)
     _fetch: _Fetch | None = field(init=False, default=None)
     _movements: dict[PeerID, Movement] = field(init=False, default_factory=dict)
+    _lack: NoMemoryForState | None = field(init=False, default=None)  # raised while something arrived
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _start: float = field(init=False, default_factory=now)
@@ -224,6 +228,17 @@ class _Download:
 
     async def run(self) -> Downloaded:
         """See `download_state`."""
+        try:
+            with memory_for("a state", NoMemoryForState):
+                return await self._run()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._fetch is not None:
+                self._fetch.expected.close()
+                self._fetch.parts.clear()  # an error may hold the rest of this object for long
+
+    async def _run(self) -> Downloaded:
         try:
             async with asyncio.timeout(self.timeout) as self._patience:
                 stale = 0  # how often offers were given up
@@ -238,11 +253,6 @@ class _Download:
                         return downloaded
         except TimeoutError:
             raise DownloadFailed(f"no part of a state has arrived for {self.timeout:g} s. {self._story()}") from None
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            if self._fetch is not None:
-                self._fetch.expected.close()
 
     def _story(self) -> str:
         """How far the download has come, and what is known of each donor, for an error message."""
@@ -262,7 +272,7 @@ class _Download:
         self._waiting_until = now() + OFFER_SECONDS
         for donor in self.donors:
             if donor not in self._dropped:
-                self._begin(self._ask_offer(donor))
+                self._begin(self._ask_offer, donor)
 
     async def _ask_offer(self, donor: PeerID) -> None:
         try:
@@ -328,7 +338,7 @@ class _Download:
         while plan.missing and not plan.failed:
             self._look_who_sends(plan)
             for donor, chunk in plan.next_requests(now()):
-                self._begin(self._ask_chunk(fetch, donor, chunk))
+                self._begin(self._ask_chunk, fetch, donor, chunk)
             await self._event(plan.next_check())
             if plan.failed:
                 for donor in self._holders(manifest):
@@ -372,11 +382,20 @@ class _Download:
         if not self._patience.expired():
             self._patience.reschedule(now() + self.timeout)
 
-    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self.node.spawn(coroutine)
+    def _begin(self, ask: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
+        task = self.node.spawn(self._asked(ask, *given))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._changed.set())
+
+    async def _asked(self, ask: Callable[..., Coroutine[Any, Any, None]], *given: Any) -> None:
+        """Ask, and note if there was no memory for the answer. That ends the download, for it is no fault of a
+        donor."""
+        try:
+            with memory_for("a part of a state", NoMemoryForState):
+                await ask(*given)
+        except NoMemoryForState as error:
+            self._lack = error
 
     async def _event(self, until: float | None) -> None:
         """Wait until a task has ended, or until that time; None: no limit."""
@@ -384,6 +403,8 @@ class _Download:
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
         self._changed.clear()
+        if self._lack is not None:
+            raise self._lack
         if self.node.closed:
             raise DownloadFailed("this node was closed during the download")
 

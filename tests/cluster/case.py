@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from shoal.swarm.protocol import peer as protocol_peer
+from shoal.swarm.protocol.errors import AveragingError
+from tests.optim.lack import Lack
 
 RANK, SIZE, STRANDS = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
 
@@ -33,7 +35,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def made(model: nn.Module, **given: Any) -> Any:
     """The optimizer of this rank, in a run of its own."""
-    dht = shoal.DHT(start=True) if RANK == 0 or STRANDS > 1 else None
+    dht = shoal.DHT(given.pop("peers", ()), start=True) if RANK == 0 or STRANDS > 1 else None
     usual = {"params": model.parameters(), "optimizer": sgd, "batch_size_per_step": 4}
     usual["cluster"] = shoal.Cluster(strands=STRANDS)
     return shoal.Optimizer(dht=dht, run_id="r", target_batch_size=4 * SIZE, **{**usual, **given})
@@ -55,7 +57,7 @@ def backward(model: nn.Module, inputs: Tensor | None = None) -> None:
 def error_of(act: Callable[..., object], *given: Any) -> str:
     try:
         act(*given)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AveragingError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -155,6 +157,38 @@ def own_strands() -> Any:
     epoch = optimizer.local_epoch
     optimizer.strand_state().load_state_dict(saved)
     return [found, moved, epoch, optimizer.local_epoch, values(model) == before]
+
+
+def no_memory() -> Any:
+    """Each rank in turn has no memory to load its strands, then all have."""
+
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=0.1)
+
+    donor, told, alone = layers(7), [["", []]], [dist.new_group([rank]) for rank in range(SIZE)][RANK]
+    giver: Any = None
+    if RANK == 0:  # a peer of its own, in this process
+        giver = made(donor, cluster=shoal.Cluster(alone, strands=STRANDS), optimizer=adam)
+        for _ in range(3):
+            backward(donor)
+            giver.step(batch_size=4 * SIZE)
+        told = [["", list(map(str, giver.dht.get_visible_maddrs()))]]
+    dist.broadcast_object_list(told)
+    model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
+    optimizer = made(model, peers=told[0][1], optimizer=adam)
+    before, found = values(model), []
+    for culprit in range(SIZE):
+        with Lack(1 if culprit == RANK else 0):
+            error = error_of(optimizer.load_state_from_peers)
+        found.append([error, values(model) == before, optimizer.local_epoch])
+    optimizer.load_state_from_peers()
+    of_donor = [values(donor)]
+    dist.broadcast_object_list(of_donor)
+    found.append(["", values(model) == of_donor[0], optimizer.local_epoch])
+    optimizer.shutdown()
+    if giver is not None:
+        giver.shutdown()
+    return found
 
 
 def errors() -> Any:
@@ -281,7 +315,7 @@ def hooks() -> Any:
 
 CASES = [
     two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
-    unlike, late, ended, hooks,
+    unlike, late, ended, hooks, no_memory,
 ]  # fmt: skip
 
 

@@ -67,6 +67,17 @@ def test_what_one_rank_can_not_load_is_loaded_by_none(tmp_path: Path) -> None:
         assert "strand 2 is not in the state" in errors[1]
 
 
+@pytest.mark.long
+def test_a_state_for_which_one_rank_has_no_memory_is_loaded_by_none(tmp_path: Path) -> None:
+    for rank, (first, second, loaded) in enumerate(found_by("no_memory", 2, tmp_path, 4)):
+        for culprit, (error, same, epoch) in enumerate((first, second)):
+            assert (same, epoch) == (True, 0)
+            assert ("ClusterError" if rank else "NoMemoryForState") in error
+            assert f"rank {culprit}" in error.partition("there is no memory for")[0]
+            assert "there is no memory for the state that this peer would load" in error
+        assert loaded == ["", True, 3]
+
+
 @of_both_kinds
 def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path, strands: int) -> None:
     first, second = found_by("errors", 2, tmp_path, strands)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-FRAMEWORKS = ["transformers", "lightning", "accelerate"]
+FRAMEWORKS = ["transformers", "lightning", "pytorch_lightning", "accelerate"]
+EXTRAS = {"pytorch_lightning": "lightning"}
 
 
 def run(program: str) -> str:
@@ -33,7 +34,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert f"is missing, or too old: pip install 'shoal[{framework}]'" in run(program)
+    assert f"is missing, or too old: pip install 'shoal[{EXTRAS.get(framework, framework)}]'" in run(program)
 
 
 def test_there_is_nothing_else_in_the_room() -> None:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import lightning
+import pytorch_lightning
 import torch
 from accelerate import Accelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
@@ -128,6 +129,17 @@ def steps_in_its_own_way(scene: Scene) -> str:
 @provokes("a run has one optimizer, and the script gives N (…)")
 def has_two_optimizers(scene: Scene) -> str:
     return raised(lambda: join(scene, sgd(make_model()), sgd(make_model())))
+
+
+@provokes("… for a Trainer of the package …; for one of …, write …")
+def has_a_strategy_of_the_other_package(scene: Scene) -> str:
+    strategy = SwarmStrategy(dht=scene.dht, run_id=scene.run_id, target_batch_size=8, device="cpu")
+    return raised(lambda: pytorch_lightning.Trainer(strategy=strategy, logger=False))
+
+
+@provokes("the callback … is of the package …")
+def has_a_callback_of_the_other_package(scene: Scene) -> str:
+    return raised(lambda: fit(scene, Plain(), callbacks=[pytorch_lightning.callbacks.EarlyStopping("loss")]))
 
 
 @provokes("this … was given to swarm() before")

@@ -25,6 +25,7 @@ from shoal.reach.probe import DialBack
 from shoal.reach.upnp import Upnp
 from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol import reach
+from tests.optim.lack import Lack
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
 from tests.optim.test_timeouts import deafen, together
@@ -92,6 +93,14 @@ def the_donor_gives_nothing(scene: Scene) -> None:
     assert first._run._donor is not None
     first._run._donor._take_snapshot = never
     scene.optimizer(scene.another_dht(), load_state_timeout=1.0).step(batch_size=8)
+
+
+@provokes("there is no memory for …")
+def the_newcomer_has_no_memory(scene: Scene) -> None:
+    scene.optimizer().step(batch_size=64)
+    newcomer = scene.optimizer(scene.another_dht())
+    with Lack(1):
+        newcomer.step(batch_size=8)
 
 
 @provokes("this peer has left its state of epoch … for that of epoch …")
