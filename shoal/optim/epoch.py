@@ -549,7 +549,8 @@ class Epoch:
         """A download that began at `began` has brought no state. Do not try again for a while."""
         swarm, tip, cost = self._run.swarm, self._replica.tip, time.monotonic() - began
         self._run.ask_where_they_are(self._run.donors())  # others may be at this peer's state, and count on it
-        if swarm.tip != tip:  # this peer could not follow the members of the last round, which must not wait for it
+        if error is not None and swarm.tip != tip:
+            # It could not follow the members of the last round, which must not wait for it.
             self._accumulation.leave()
             self._run.follow(tip)
         seconds = self._run.call(lambda: swarm.forget_behind(cost))
