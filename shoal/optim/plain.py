@@ -8,6 +8,7 @@ plain value of each where it comes in. Behind that there are no other types. The
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import numbers
 from collections.abc import Mapping
@@ -165,7 +166,11 @@ def _like_mapping(items: dict[Any, Any], mine: Mapping[Any, Any]) -> Any:
 def _like_sequence(items: list[Any], mine: list[Any] | tuple[Any, ...]) -> Any:
     if isinstance(mine, list):
         return items
-    return type(mine)(*items) if hasattr(mine, "_fields") else type(mine)(items)
+    with contextlib.suppress(TypeError):
+        made = type(mine)(items)
+        if len(made) == len(items) and all(a is b for a, b in zip(made, items, strict=True)):
+            return made
+    return type(mine)(*items)  # a namedtuple
 
 
 def _like_scalar(value: Any, mine: Any) -> Any:

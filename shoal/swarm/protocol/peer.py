@@ -288,7 +288,8 @@ class Peer:
         # A member at the tip before, which was in the round from there, is about to receive the commit. But if it had
         # the commit and went back, it could not follow, and nobody waits for it.
         goes_back = self.view.goes_back(key, tip)
-        follows = commit is not None and commit.tip == tip and key in commit.members and not goes_back
+        follows = commit is not None and commit.tip == tip and key in commit.members
+        follows = follows and not goes_back and not self.view.is_behind(key)
         if goes_back and self.lead.is_before_begin:
             self.out.extend(self.lead.went_back(key, now))
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
@@ -512,8 +513,10 @@ class Peer:
         """This peer's `Coordinator` of this tip; makes a new one if the last one is over."""
         if self.lead.over:
             commit = self.participant.commit
-            # A COMMIT's view lacks the members that were put out of the round. BEGIN does not wait for those.
-            veterans = frozenset(commit.members) & {m.key for m in commit.view} if commit is not None else frozenset()
+            # A COMMIT's view lacks the members that were put out of the round. BEGIN does not wait for those, nor for
+            # members that have gone back to an earlier state.
+            there = () if commit is None else {m.key for m in commit.view}.intersection(commit.members)
+            veterans = frozenset(key for key in there if not self.view.is_behind(key))
             self.lead = Coordinator(
                 self._me,
                 self.tip,

@@ -260,6 +260,11 @@ class View:
         claim = self._claims.get(key)
         return claim is not None and claim.said is not None and claim.said.outranks(tip)
 
+    def is_behind(self, key: bytes) -> bool:
+        """Whether this peer's state outranks the one that the member says it holds."""
+        claim = self._claims.get(key)
+        return claim is not None and claim.behind
+
     def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
         """A member has said that it holds the state `tip`, which may be `behind` this peer's state. Returns whether the
         member becomes a candidate by that, or stops being one."""
