@@ -190,7 +190,8 @@ class DecentralizedAverager:
             raise ValueError(f"error_feedback={error_feedback} is for what is new in each round, not for a state")
         for index, (_, dtype) in enumerate(shapes):
             if not dtype.is_floating_point:
-                raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")
+                pairs = "; average a real tensor of pairs (torch.view_as_real)" if dtype.is_complex else ""
+                raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged{pairs}")
         self.set_group_bits(initial_group_bits)
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
