@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import msgspec
 import torch
@@ -353,6 +353,12 @@ class DecentralizedAverager:
                 self._donor.close()
 
         self.dht.reactor.submit(stop()).result(self.shutdown_timeout)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is neither copied nor pickled, for it is a peer of the run: make a new one; save "
+            "the tensors, and the state_dict() of an averager that has one"
+        )
 
     def __enter__(self) -> DecentralizedAverager:
         return self

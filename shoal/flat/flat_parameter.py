@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby, repeat
 from operator import is_, is_not, itemgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +75,8 @@ class FlatParameter(nn.Parameter):
     * Setting it to None sets the gradients of all parameters to None, so `optimizer.zero_grad()` works. Setting it to a
     tensor copies the tensor.
 
-    Reading it takes 0.2 µs per parameter, once in an optimizer's step and once for any other reader. Copies and pickles
-    of a flat parameter are ordinary parameters, independent of any model.
+    Reading it takes 0.2 µs per parameter, once in an optimizer's step and once for any other reader. A flat parameter
+    is neither copied nor pickled: a copy would belong to no model.
 
     Attributes:
         home: the gradients' views in flat memory.
@@ -270,12 +270,16 @@ class FlatParameter(nn.Parameter):
             check_class(type(asking))  # type: ignore[arg-type]
         return 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copy
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(0)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return nn.Parameter, (self.detach().clone(), self.requires_grad)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a parameter of ContiguousParams.contiguous() is neither copied nor pickled, and neither is an optimizer "
+            "of it: the copy would train no model. Copy or save the model, and original_state_dict(optimizer) of the "
+            "ContiguousParams; make a new ContiguousParams and a new optimizer for the copy of the model, and load "
+            "the state dict with load_original_state_dict()"
+        )
 
 
 def _are_home(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> bool:

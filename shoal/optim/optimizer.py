@@ -141,7 +141,8 @@ class Optimizer(torch.optim.Optimizer):
         average_opt_statistics: names of tensors in the optimizer's state that have the shape of their parameter. They
             are averaged with the parameters.
         extra_tensors: tensors that newcomers get beside the parameters and the optimizer's state. Floating-point ones
-            are also averaged; integers and complex numbers are not. For a model with BatchNorm give `list(model.buffers())`.
+            are also averaged; integers and complex numbers are not. For a model with BatchNorm give
+            `list(model.buffers())`.
         averager_opts: options of the rounds; None stands for an option's default. `bandwidth`: this peer's, in any unit
             that all peers share; measured if nobody gives one. `request_timeout`: how long the coordinator may take to
             answer; 10. `sender_timeout`: the silence after which this peer asks that a member be left out that owes it

@@ -54,7 +54,7 @@ def check_dense(optimizer: torch.optim.Optimizer, argument: str) -> None:
     if needs_sparse_gradients(type(optimizer)):
         raise ValueError(
             f"{argument} is a {type(optimizer).__name__}, which steps only the rows of sparse gradients, and the "
-            "average of the peers is dense: give torch.optim.SGD or Adagrad, which take both, or Adam, which steps all rows. "
-            "(It works where a peer steps its own gradients: with use_local_updates=True, and as optimizer= beside "
-            "outer=DiLoCo(…).)"
+            "average of the peers is dense: give torch.optim.SGD or Adagrad, which take both, or Adam, which steps all "
+            "rows. (It works where a peer steps its own gradients: with use_local_updates=True, and as optimizer= "
+            "beside outer=DiLoCo(…).)"
         )

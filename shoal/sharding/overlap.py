@@ -95,8 +95,8 @@ class _Overlap:
         for name, param in ddp.module.named_parameters():
             if param.is_complex():  # torch 2.13's GradBucket.gradients() gives the first half of the pairs
                 raise ValueError(
-                    f"{name!r} is complex, and the buckets of DDP hold pairs of real numbers: keep such pairs in a real "
-                    "parameter (torch.view_as_real), or make the optimizer without overlap_with_ddp"
+                    f"{name!r} is complex, and the buckets of DDP hold pairs of real numbers: keep such pairs in a "
+                    "real parameter (torch.view_as_real), or make the optimizer without overlap_with_ddp"
                 )
         for name, module in ddp.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:  # as DDP looks for them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -376,6 +376,12 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         own.shard.load(states, options)
         own.show_options()
         self.state = self.optim.state
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is neither copied nor pickled, because all ranks hold its state together: save "
+            "state_dict() after consolidate_state_dict(), and load it into a new optimizer, of the copy of the model"
+        )
 
     # --- Join --------------------------------------------------------------------------------------
 
