@@ -1,4 +1,4 @@
-"""Objects that are peers, or hold a part of a state, say that they are not copied, and what to do; the rest is copied."""
+"""Objects that are peers say that they are not copied, and what to do; everything else is copied as with torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_peers_are_not_copied(dht: shoal.DHT, alone: Alone, way: Callable[[Any],
 def test_a_scheduler_of_the_run_is_not_copied_either(alone: Alone, way: Callable[[Any], Any]) -> None:
     optimizer = alone(nn.Linear(2, 2), optimizer=sgd, target_batch_size=1)
     scheduler = shoal.EpochScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    with pytest.raises(TypeError, match="a shoal.Optimizer is neither copied nor pickled"):
+    with pytest.raises(TypeError, match=r"a shoal\.Optimizer is neither copied nor pickled"):
         way(scheduler)
 
 
