@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shoal.flat._torch import foreach_zero_, grad_of, make_subclass, set_grad_slot, version_of
 from shoal.flat.elementwise import check_class
+from shoal.flat.flat_gradient import FlatGradient
 from shoal.flat.gradient_views import GradientViews, is_large, set_grads
 from shoal.flat.memory_views import own_storage
 from shoal.flat.span import Span
@@ -92,7 +93,7 @@ class FlatParameter(nn.Parameter):
     parts: list[FlatParameter]
     whole: Tensor
     pieces: list[Piece]
-    _gradient: Tensor
+    _gradient: FlatGradient
     _parameters: list[Tensor]
     _views: list[Tensor]
     _large: list[Member]
@@ -113,16 +114,16 @@ class FlatParameter(nn.Parameter):
         self.parts = []
         self.whole = data
         self.whole.grad = gradient
-        self._gradient = gradient
         self._parameters = [member.parameter for member in members]
         self._views = [member.view for member in members]
+        self._gradient = FlatGradient(gradient, self._parameters, self._views)
         self._large = [member for member in members if is_large(member.view)]
         self._small = [member for member in members if not is_large(member.view)]
         self._small_parameters = [member.parameter for member in self._small]
         self._small_views = [member.view for member in self._small]
         self.pieces = _pieces(data, gradient, members) if self._large else []
         self._padding = _padding(data.numel(), members).to(data.device)
-        self._cleaned = version_of(gradient)
+        self._cleaned = version_of(self._gradient)
         self._address = data.data_ptr()
         return self
 
@@ -256,7 +257,7 @@ class FlatParameter(nn.Parameter):
 
     def show_to_compiler(self) -> None:
         """Sets torch's own slot of `.grad`, which compiled steps read instead of the property."""
-        set_grad_slot(self, self.grad)
+        set_grad_slot(self, None if self.grad is None else grad_of(self.whole))
 
     @property
     def ndim(self) -> int:  # type: ignore[override]

@@ -78,7 +78,7 @@ def test_a_contiguous_params_is_not_copied() -> None:
 def test_what_has_flat_parameters_is_not_copied(duplicate: Any, what: str) -> None:
     """The copy would train no model, and say nothing."""
     model, parameters, optimizer = trained()
-    whole = nn.Module()
+    whole: Any = nn.Module()
     whole.model, whole.optimizer = model, optimizer
     originals: dict[str, Any] = {
         "optimizer": optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 class Waves(nn.Module):
     """A complex parameter that is trained, one that is frozen, and a complex constant."""
 
+    turns: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.real = nn.Linear(2, 2)
@@ -50,7 +53,7 @@ MODES: dict[str, dict[str, Any]] = {
     "outer": {"outer": shoal.DiLoCo()},
     "outer on the host": {"outer": shoal.DiLoCo(), "offload_optimizer": True},
     "own averager": {"grad_averager_factory": shoal.GradientAverager},
-    "PowerSGD": {"grad_averager_factory": lambda *a, **k: shoal.PowerSGDGradientAverager(*a, averager_rank=1, **k)},
+    "PowerSGD": {"grad_averager_factory": functools.partial(shoal.PowerSGDGradientAverager, averager_rank=1)},
     "statistics": {"average_opt_statistics": ["momentum_buffer"]},
     "auxiliary": {"auxiliary": True, "batch_size_per_step": None},
     "client": {"client_mode": True},

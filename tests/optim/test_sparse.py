@@ -104,7 +104,10 @@ class Renamed(torch.optim.SparseAdam):
 def test_sparse_adam_is_refused_where_it_would_step_the_average(dht: shoal.DHT, mode: str, kind: Any) -> None:
     ours, _ = tables()
     before = ours.weight.data_ptr(), threading.enumerate()
-    more = {"auxiliary": {"auxiliary": True, "batch_size_per_step": None}, "delayed": {"delay_grad_averaging": True}}
+    more: dict[str, dict[str, Any]] = {
+        "auxiliary": {"auxiliary": True, "batch_size_per_step": None},
+        "delayed": {"delay_grad_averaging": True},
+    }
     given: dict[str, Any] = {**EACH_STEP_IS_AN_EPOCH, **{**AVERAGED, **more}[mode]}
     with pytest.raises(ValueError, match=rf"optimizer= is a {kind.__name__}, which steps only .*SGD or Adagrad"):
         shoal.Optimizer(dht=dht, run_id="s", params=ours.parameters(), optimizer=lambda p: kind(list(p)), **given)
