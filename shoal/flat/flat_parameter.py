@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby, repeat
 from operator import is_, is_not, itemgetter
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,15 @@ from shoal.flat.memory_views import own_storage
 from shoal.flat.span import Span
 
 _ZERO_GRAD = inspect.unwrap(Optimizer.zero_grad).__code__
+
+
+def _codes_of(function: Any) -> set[CodeType]:
+    """The code of a function, and of the comprehensions in it."""
+    code = inspect.unwrap(function).__code__
+    return {code, *(part for part in code.co_consts if isinstance(part, CodeType))}
+
+
+_CLIPPING = _codes_of(nn.utils.clip_grad_norm_)
 
 
 class Presence(Enum):
@@ -93,7 +103,9 @@ class FlatParameter(nn.Parameter):
     parts: list[FlatParameter]
     whole: Tensor
     pieces: list[Piece]
-    _gradient: FlatGradient
+    _gradient: Tensor
+    _seen: FlatGradient
+    _is_compiled: bool
     _parameters: list[Tensor]
     _views: list[Tensor]
     _large: list[Member]
@@ -116,14 +128,16 @@ class FlatParameter(nn.Parameter):
         self.whole.grad = gradient
         self._parameters = [member.parameter for member in members]
         self._views = [member.view for member in members]
-        self._gradient = FlatGradient(gradient, self._parameters, self._views)
+        self._gradient = gradient
+        self._seen = FlatGradient(gradient, self._parameters, self._views)
         self._large = [member for member in members if is_large(member.view)]
         self._small = [member for member in members if not is_large(member.view)]
         self._small_parameters = [member.parameter for member in self._small]
         self._small_views = [member.view for member in self._small]
         self.pieces = _pieces(data, gradient, members) if self._large else []
         self._padding = _padding(data.numel(), members).to(data.device)
-        self._cleaned = version_of(self._gradient)
+        self._cleaned = version_of(gradient)
+        self._is_compiled = False
         self._address = data.data_ptr()
         return self
 
@@ -245,19 +259,25 @@ class FlatParameter(nn.Parameter):
             missing = [view for parameter, view in pairs if parameter.grad is None]
             self.home.free(missing)
             foreach_zero_(missing)
-        return self._gradient
+        # A compiled step checks that it reads what the compiler was shown.
+        return self._seen if not self._is_compiled or asking.f_code in _CLIPPING else self._gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and value is not self._gradient:
+        if value is not None and value is not self._gradient and value is not self._seen:
             self.home.free(self._views)
             self._gradient.copy_(value.detach())
         self.home.kept.clear()
         set_grads(self._parameters, None if value is None else self._views)
 
     def show_to_compiler(self) -> None:
-        """Sets torch's own slot of `.grad`, which compiled steps read instead of the property."""
-        set_grad_slot(self, None if self.grad is None else grad_of(self.whole))
+        """Sets torch's own slot of `.grad`, which compiled steps read instead of the property.
+
+        From now on `.grad` is a plain tensor, because torch's compiler can't trace a `FlatGradient`. Only
+        `clip_grad_norm_` still gets that.
+        """
+        self._is_compiled = True
+        set_grad_slot(self, self.grad)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]

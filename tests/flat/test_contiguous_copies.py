@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import weakref
 from typing import Any
@@ -208,6 +209,8 @@ def test_a_compiled_step(options: dict[str, bool]) -> None:
                 model[0].bias.grad = None
         twins.plain_optimizer.step()
         step()
+        norms = [nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0, -math.inf) for _, o in twins.both]
+        torch.testing.assert_close(*norms)
         twins.parameters.assert_buffer_is_valid()
         twins.zero_grad()
     assert twins.distance() < 1e-6

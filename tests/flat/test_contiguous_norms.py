@@ -11,6 +11,7 @@ import copy
 import math
 import pickle
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,28 +30,27 @@ assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 SHAPES = [(3, 5), (), (7,), (2, 2, 3), (33,)]
 
 
-def twins(dtypes: list[torch.dtype], missing: tuple[int, ...] = ()) -> tuple[list[Any], list[Any], ContiguousParams]:
-    """Two equal lists of parameters with gradients, of which one is in flat memory. One gradient is zero, one has a
-    zero."""
-    torch.manual_seed(0)
-    values = [
-        (torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)) for dtype in dtypes for shape in SHAPES
-    ]
-    values[2][1].zero_()
-    values[4][1][0] = 0
-    flat, plain = ([nn.Parameter(value.clone()) for value, _ in values] for _ in range(2))
-    parameters = ContiguousParams(flat)
-    for items in (flat, plain):
-        for index, (item, (_, gradient)) in enumerate(zip(items, values, strict=True)):
-            item.grad = None if index in missing else gradient.clone()
-    return flat, plain, parameters
+class Twins:
+    """Two equal lists of parameters, of which one is in flat memory."""
 
+    def __init__(self, dtypes: list[torch.dtype], missing: tuple[int, ...] = ()) -> None:
+        torch.manual_seed(0)
+        self._missing = missing
+        self._gradients = [torch.randn(shape, dtype=dtype) for dtype in dtypes for shape in SHAPES]
+        self.flat: list[Any]
+        self.plain: list[Any]
+        self.flat, self.plain = ([nn.Parameter(torch.ones_like(g)) for g in self._gradients] for _ in range(2))
+        self.parameters = ContiguousParams(self.flat)
 
-def without_zeros(items: list[Any]) -> None:
-    with torch.no_grad():
-        for item in items:
-            if item.grad is not None:
-                item.grad[item.grad == 0] = 0.5
+    def backward(self, zero: float = 0.0) -> None:
+        """Sets equal gradients. One is zero (or another number), and one has a zero."""
+        for items in (self.flat, self.plain):
+            for index, (item, gradient) in enumerate(zip(items, self._gradients, strict=True)):
+                item.grad = None if index in self._missing else gradient.clone()
+            if 2 not in self._missing:
+                items[2].grad.fill_(zero)
+            if 4 not in self._missing:
+                items[4].grad[0] = zero
 
 
 def assert_same_gradients(flat: list[Any], plain: list[Any]) -> None:
@@ -74,44 +74,37 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-@pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "no zeros"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_clipping_is_that_of_the_parameters(order: Any, zeros: bool, dtypes: Any, missing: Any) -> None:
-    for foreach in (None, False, True):
-        flat, plain, parameters = twins(dtypes, missing)
-        if not zeros:
-            without_zeros(flat)
-            without_zeros(plain)
-        ours = clip_grad_norm_(parameters.contiguous(), 0.1, order, foreach=foreach)
-        theirs = clip_grad_norm_(plain, 0.1, order, foreach=foreach)
+def test_clipping_is_that_of_the_parameters(dtypes: Any, missing: Any) -> None:
+    twins = Twins(dtypes, missing)
+    for order, zero, foreach in product(ORDERS, (0.0, 0.5), (None, False, True)):
+        twins.backward(zero)
+        ours = clip_grad_norm_(twins.parameters.contiguous(), 0.1, order, foreach=foreach)
+        theirs = clip_grad_norm_(twins.plain, 0.1, order, foreach=foreach)
         assert type(ours) is Tensor
         assert_close(ours, theirs)
-        assert_same_gradients(flat, plain)
-        parameters.assert_buffer_is_valid()
+        assert_same_gradients(twins.flat, twins.plain)
+    twins.parameters.assert_buffer_is_valid()
 
 
 @CASES
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_two_halves_of_clipping(order: Any, dtypes: Any, missing: Any) -> None:
-    flat, plain, parameters = twins(dtypes, missing)
-    norms = [
-        get_total_norm([p.grad for p in items if p.grad is not None], order)
-        for items in (parameters.contiguous(), plain)
-    ]
-    assert_close(*norms)
-    for items, norm in zip((parameters.contiguous(), plain), norms, strict=True):
-        clip_grads_with_norm_(items, 0.1, norm)
-    assert_same_gradients(flat, plain)
+def test_the_two_halves_of_clipping(dtypes: Any, missing: Any) -> None:
+    twins = Twins(dtypes, missing)
+    given = (twins.parameters.contiguous(), twins.plain)
+    for order in ORDERS:
+        twins.backward()
+        norms = [get_total_norm([p.grad for p in items if p.grad is not None], order) for items in given]
+        assert_close(*norms)
+        for items, norm in zip(given, norms, strict=True):
+            clip_grads_with_norm_(items, 0.1, norm)
+        assert_same_gradients(twins.flat, twins.plain)
 
 
-@pytest.mark.parametrize("order", [2, math.inf, -math.inf, -1])
-def test_a_norm_that_is_not_finite_is_an_error_where_it_is_one(order: float) -> None:
-    for value in (math.nan, math.inf):
-        flat, plain, parameters = twins([torch.float32])
-        without_zeros(flat)
-        without_zeros(plain)
+def test_a_norm_that_is_not_finite_is_an_error_where_it_is_one() -> None:
+    twins = Twins([torch.float32])
+    for order, value in product((2, math.inf, -math.inf, -1), (math.nan, math.inf)):
+        twins.backward(0.5)
         said = []
-        for items, given in ((flat, parameters.contiguous()), (plain, plain)):
+        for items, given in ((twins.flat, twins.parameters.contiguous()), (twins.plain, twins.plain)):
             items[0].grad[0, 0] = value
             try:
                 clip_grad_norm_(given, 0.1, order, error_if_nonfinite=True)
@@ -119,11 +112,13 @@ def test_a_norm_that_is_not_finite_is_an_error_where_it_is_one(order: float) -> 
             except RuntimeError as error:
                 said.append(str(error))
         assert said[0] == said[1]
-        assert_close([p.grad for p in flat], [p.grad for p in plain], equal_nan=True)
+        assert_close([p.grad for p in twins.flat], [p.grad for p in twins.plain], equal_nan=True)
 
 
 def test_runs_that_were_split_and_parameters_beside_them() -> None:
-    flat, plain, parameters = twins([torch.float32], missing=(2,))
+    twins = Twins([torch.float32], missing=(2,))
+    flat, plain, parameters = twins.flat, twins.plain, twins.parameters
+    twins.backward()
     optimizers = [optim.SGD(parameters.contiguous(), lr=0.1), optim.SGD(plain, lr=0.1)]
     for optimizer in optimizers:
         optimizer.step()
@@ -140,9 +135,10 @@ def test_runs_that_were_split_and_parameters_beside_them() -> None:
 
 
 def test_a_norm_taken_by_hand() -> None:
-    _, plain, parameters = twins([torch.float32], missing=(1,))
-    (run,) = parameters.contiguous()
-    whole = torch.cat([p.grad.flatten() for p in plain if p.grad is not None])
+    twins = Twins([torch.float32], missing=(1,))
+    twins.backward()
+    (run,) = twins.parameters.contiguous()
+    whole = torch.cat([p.grad.flatten() for p in twins.plain if p.grad is not None])
     for order in (0, 2, -1, -math.inf, math.inf):
         expected = torch.linalg.vector_norm(whole, order)
         for found in (
@@ -158,8 +154,9 @@ def test_a_norm_taken_by_hand() -> None:
 
 
 def test_everything_else_about_the_flat_gradient_is_plain() -> None:
-    _, _, parameters = twins([torch.float32])
-    (run,) = parameters.contiguous()
+    twins = Twins([torch.float32])
+    twins.backward()
+    (run,) = twins.parameters.contiguous()
     for made in (run.grad + 1, run.grad.clone(), run.grad[2:5], copy.deepcopy(run.grad), run.grad.detach()):
         assert type(made) is Tensor
     assert type(pickle.loads(pickle.dumps(run.grad))) is Tensor
