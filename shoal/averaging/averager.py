@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import msgspec
 import torch
@@ -191,7 +191,8 @@ class DecentralizedAverager:
             raise ValueError(f"error_feedback={error_feedback} is for what is new in each round, not for a state")
         for index, (_, dtype) in enumerate(shapes):
             if not dtype.is_floating_point:
-                raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged")
+                pairs = "; average a real tensor of pairs (torch.view_as_real)" if dtype.is_complex else ""
+                raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged{pairs}")
         self.set_group_bits(initial_group_bits)
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
@@ -353,6 +354,12 @@ class DecentralizedAverager:
                 self._donor.close()
 
         self.dht.reactor.submit(stop()).result(self.shutdown_timeout)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is neither copied nor pickled, for it is a peer of the run: make a new one; save "
+            "the tensors, and the state_dict() of an averager that has one"
+        )
 
     def __enter__(self) -> DecentralizedAverager:
         return self

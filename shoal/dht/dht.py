@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from shoal.dht.created import CreatedNode as DHTNode
 from shoal.dht.records import (
@@ -253,6 +253,12 @@ class DHT:
     def is_alive(self) -> bool:
         """Whether this peer has joined the DHT and was not shut down."""
         return self._reactor is not None and self._dht_node is not None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a shoal.DHT is neither copied nor pickled, for it has an identity and connections: make a new one, with "
+            "get_visible_maddrs() of this one as initial_peers"
+        )
 
     def __enter__(self) -> DHT:
         if self._ready is None:

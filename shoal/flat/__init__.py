@@ -22,7 +22,7 @@ from __future__ import annotations
 from shoal.flat._torch import grad_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
-from shoal.flat.elementwise import is_per_tensor
+from shoal.flat.elementwise import is_per_tensor, needs_sparse_gradients
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
@@ -50,6 +50,7 @@ __all__ = [
     "is_finite",
     "is_per_tensor",
     "living_modules",
+    "needs_sparse_gradients",
     "own_storage",
     "pick_kernels",
     "tensor_from",

@@ -4,6 +4,8 @@ comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and l
 | name | what for | torch has it since | where it is missing |
 |---|---|---|---|
 | ``torch._foreach_copy_``, ``torch._foreach_zero_`` | one operation over many small gradients | 2.4, ``zero_`` 2.0 | importing the room raises AttributeError |
+| ``torch._foreach_norm`` | the norms of many tensors, which `clip_grad_norm_` asks for | 2.0 or before | importing the room raises AttributeError |
+| ``torch._C.DisableTorchFunctionSubclass`` | operations on a tensor of a subclass as on a plain one | 2.0 or before | importing the room raises AttributeError |
 | ``torch._C.TensorBase`` | torch's own slot of ``.grad``, past the lookup of the name and past a subclass's property | 2.4, not in 2.0 | importing the room raises AttributeError |
 | ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 2.0 or before | importing the room raises AttributeError |
 | ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError in the backward pass |
@@ -28,6 +30,10 @@ from torch.optim import Optimizer
 
 foreach_copy_ = torch._foreach_copy_
 foreach_zero_ = torch._foreach_zero_
+foreach_norm = torch._foreach_norm
+
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+"""A context in which operations on tensors of subclasses give plain tensors."""
 
 grad_of: Callable[[Tensor], Tensor | None] = vars(torch._C.TensorBase)["grad"].__get__
 """Reads `tensor.grad` without the lookup of the name, and without a subclass's property."""

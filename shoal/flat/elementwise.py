@@ -64,6 +64,13 @@ def is_per_tensor(name: str, value: Tensor) -> bool:
     return value.numel() == 1 and name in PER_TENSOR
 
 
+def needs_sparse_gradients(optimizer_class: type[object]) -> bool:
+    """Whether the class steps the rows of a sparse gradient, and no dense gradient: torch's SparseAdam, its subclasses,
+    and its namesakes in other packages.
+    """
+    return any(base.__name__ == "SparseAdam" for base in optimizer_class.__mro__)
+
+
 @cache
 def check_class(optimizer_class: type[optim.Optimizer]) -> None:
     """Checks whether a class of optimizers may step flat parameters, and remembers the classes that may.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import groupby, repeat
 from operator import is_, is_not, itemgetter
-from typing import Any
+from types import CodeType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,21 @@ from torch.optim import Optimizer
 
 from shoal.flat._torch import foreach_zero_, grad_of, make_subclass, set_grad_slot, version_of
 from shoal.flat.elementwise import check_class
+from shoal.flat.flat_gradient import FlatGradient
 from shoal.flat.gradient_views import GradientViews, is_large, set_grads
 from shoal.flat.memory_views import own_storage
 from shoal.flat.span import Span
 
 _ZERO_GRAD = inspect.unwrap(Optimizer.zero_grad).__code__
+
+
+def _codes_of(function: Any) -> set[CodeType]:
+    """The code of a function, and of the comprehensions in it."""
+    code = inspect.unwrap(function).__code__
+    return {code, *(part for part in code.co_consts if isinstance(part, CodeType))}
+
+
+_CLIPPING = _codes_of(nn.utils.clip_grad_norm_)
 
 
 class Presence(Enum):
@@ -75,8 +86,8 @@ class FlatParameter(nn.Parameter):
     * Setting it to None sets the gradients of all parameters to None, so `optimizer.zero_grad()` works. Setting it to a
     tensor copies the tensor.
 
-    Reading it takes 0.2 µs per parameter, once in an optimizer's step and once for any other reader. Copies and pickles
-    of a flat parameter are ordinary parameters, independent of any model.
+    Reading it takes 0.2 µs per parameter, once in an optimizer's step and once for any other reader. A flat parameter
+    is neither copied nor pickled: a copy would belong to no model.
 
     Attributes:
         home: the gradients' views in flat memory.
@@ -93,6 +104,8 @@ class FlatParameter(nn.Parameter):
     whole: Tensor
     pieces: list[Piece]
     _gradient: Tensor
+    _seen: FlatGradient
+    _is_compiled: bool
     _parameters: list[Tensor]
     _views: list[Tensor]
     _large: list[Member]
@@ -113,9 +126,10 @@ class FlatParameter(nn.Parameter):
         self.parts = []
         self.whole = data
         self.whole.grad = gradient
-        self._gradient = gradient
         self._parameters = [member.parameter for member in members]
         self._views = [member.view for member in members]
+        self._gradient = gradient
+        self._seen = FlatGradient(gradient, self._parameters, self._views)
         self._large = [member for member in members if is_large(member.view)]
         self._small = [member for member in members if not is_large(member.view)]
         self._small_parameters = [member.parameter for member in self._small]
@@ -123,6 +137,7 @@ class FlatParameter(nn.Parameter):
         self.pieces = _pieces(data, gradient, members) if self._large else []
         self._padding = _padding(data.numel(), members).to(data.device)
         self._cleaned = version_of(gradient)
+        self._is_compiled = False
         self._address = data.data_ptr()
         return self
 
@@ -244,18 +259,24 @@ class FlatParameter(nn.Parameter):
             missing = [view for parameter, view in pairs if parameter.grad is None]
             self.home.free(missing)
             foreach_zero_(missing)
-        return self._gradient
+        # A compiled step checks that it reads what the compiler was shown.
+        return self._seen if not self._is_compiled or asking.f_code in _CLIPPING else self._gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and value is not self._gradient:
+        if value is not None and value is not self._gradient and value is not self._seen:
             self.home.free(self._views)
             self._gradient.copy_(value.detach())
         self.home.kept.clear()
         set_grads(self._parameters, None if value is None else self._views)
 
     def show_to_compiler(self) -> None:
-        """Sets torch's own slot of `.grad`, which compiled steps read instead of the property."""
+        """Sets torch's own slot of `.grad`, which compiled steps read instead of the property.
+
+        From now on `.grad` is a plain tensor, because torch's compiler can't trace a `FlatGradient`. Only
+        `clip_grad_norm_` still gets that.
+        """
+        self._is_compiled = True
         set_grad_slot(self, self.grad)
 
     @property
@@ -270,12 +291,16 @@ class FlatParameter(nn.Parameter):
             check_class(type(asking))  # type: ignore[arg-type]
         return 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copy = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copy
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(0)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return nn.Parameter, (self.detach().clone(), self.requires_grad)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a parameter of ContiguousParams.contiguous() is neither copied nor pickled, and neither is an optimizer "
+            "of it: the copy would train no model. Copy or save the model, and original_state_dict(optimizer) of the "
+            "ContiguousParams; make a new ContiguousParams and a new optimizer for the copy of the model, and load "
+            "the state dict with load_original_state_dict()"
+        )
 
 
 def _are_home(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> bool:

@@ -104,7 +104,9 @@ class Follower(torch.optim.Optimizer):
             wraps(self, shown)
             return lambda: shown.param_groups, shown.defaults
         if settings.outer is None:
-            made = stepped = make_trained(optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True)
+            made = stepped = make_trained(
+                optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True, steps_average=True
+            )
         else:
             made, anchor, outer = make_outer(
                 settings.outer,

@@ -21,6 +21,7 @@ from shoal.flat import FlatBuffer, Layout, is_finite
 from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
 from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
 from shoal.optim.settings import whole
+from shoal.optim.trainable import check_real
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ class GradientAverager(DecentralizedAverager):
         warn: as given.
 
     Raises:
-        ValueError: if `averaged_grads` do not fit the parameters, if `accumulate_grads_on` is given with
-            `reuse_grad_buffers`, and as `DecentralizedAverager`.
+        ValueError: if a parameter is complex, if `averaged_grads` do not fit the parameters, if `accumulate_grads_on`
+            is given with `reuse_grad_buffers`, and as `DecentralizedAverager`.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class GradientAverager(DecentralizedAverager):
         **kwargs: Any,
     ) -> None:
         self.parameters = tuple(parameters)
+        check_real(self.parameters)
         self.reuse_grad_buffers, self.warn = reuse_grad_buffers, warn
         if reuse_grad_buffers and accumulate_grads_on is not None:
             raise ValueError("accumulate_grads_on= has no meaning with reuse_grad_buffers=True, which has .grad only")
@@ -120,13 +122,16 @@ class GradientAverager(DecentralizedAverager):
         self._accumulator.steps = steps
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
-        """The sums of the accumulated gradients."""
+        """The sums of the accumulated gradients. In `.grad`, missing ones become zeros, and sparse ones dense: autograd
+        adds sparse gradients to these, too."""
         if self._accumulator.memory is not None:
             yield from self._accumulator.memory
             return
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
             yield parameter.grad
 
     @torch.no_grad()

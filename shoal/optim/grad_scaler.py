@@ -119,6 +119,12 @@ class GradScaler(OpenGradScaler):
         """For `Optimizer.step`: `.grad` no longer holds the sum of an epoch."""
         self._holding.discard(optimizer)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_holding": None}  # a copy has scaled no gradients
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_holding": weakref.WeakSet()})
+
 
 def _accumulates(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "reuse_grad_buffers", False))

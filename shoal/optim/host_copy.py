@@ -19,21 +19,20 @@ class HostCopy:
 
     Args:
         params: the argument of an optimizer: tensors, (name, tensor) pairs, or parameter groups of either. They move
-            into flat memory.
+            into flat memory when `adopt` has found that an optimizer fits.
         precise: make the copy in float32 where the model has fewer bits.
-        memory: the flat memory in which the parameters are. If None, they move into flat memory now.
+        memory: the flat memory in which the parameters are, if they are in one.
 
     Attributes:
         groups: the same parameter groups with the copies as parameters, from which the optimizer is made.
         model: the model's parameters, in order.
-        memory: the flat memory of the model's parameters.
         pinned: whether the copies should be in pinned memory, because some of the model's parameters are on a GPU.
         aside: while a step in the background uses the options in the optimizer's groups: other options, which users
             read and write. Else None.
         lock: held while an option is written, and while `aside` changes.
 
     Raises:
-        ValueError: if `params` has anything but tensors, and as `FlatBuffer.adopt`.
+        ValueError: if `params` has anything but tensors.
     """
 
     def __init__(self, params: Iterable[Any], *, precise: bool = False, memory: FlatBuffer | None = None) -> None:
@@ -43,7 +42,7 @@ class HostCopy:
         self._copies: list[Tensor] = []
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
-        self.memory = FlatBuffer.adopt(self.model) if memory is None else memory
+        self._memory = memory
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 
@@ -63,10 +62,18 @@ class HostCopy:
         self._copies.append(copy)
         return copy
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the optimizer has the parameters of `groups` in their order, see `check_order`."""
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the optimizer has the parameters of `groups` in their order, see `check_order`. Then move the
+        model's parameters into flat memory, if they are in none. Raises ValueError as `FlatBuffer.adopt`."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         check_order(optimizer, own, self._copies)
+        self._memory = self._memory or FlatBuffer.adopt(self.model)
+
+    @property
+    def memory(self) -> FlatBuffer:
+        """The flat memory of the model's parameters. There is none before `adopt`."""
+        assert self._memory is not None
+        return self._memory
 
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:

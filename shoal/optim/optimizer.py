@@ -102,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure. On
             the CPU it steps with torch's fused kernel if there is one, unless you made it with another kernel
             (`fused=False`).
-        params: parameters or parameter groups. Give it if, and only if, `optimizer` is a function.
+        params: parameters or parameter groups, of real numbers. Give it if, and only if, `optimizer` is a function.
         scheduler: a torch scheduler of the wrapped optimizer, or a function that makes one from it. It is stepped once
             per epoch. If other code changes an option that the scheduler sets, the scheduler's value is put back.
         matchmaking_time: the longest time that a round waits for members that have not joined.
@@ -142,7 +142,8 @@ class Optimizer(torch.optim.Optimizer):
         average_opt_statistics: names of tensors in the optimizer's state that have the shape of their parameter. They
             are averaged with the parameters.
         extra_tensors: tensors that newcomers get beside the parameters and the optimizer's state. Floating-point ones
-            are also averaged. For a model with BatchNorm give `list(model.buffers())`.
+            are also averaged; integers and complex numbers are not. For a model with BatchNorm give
+            `list(model.buffers())`.
         averager_opts: options of the rounds; None stands for an option's default. `bandwidth`: this peer's, in any unit
             that all peers share; measured if nobody gives one. `request_timeout`: how long the coordinator may take to
             answer; 10. `sender_timeout`: the silence after which this peer asks that a member be left out that owes it
@@ -317,7 +318,8 @@ class Optimizer(torch.optim.Optimizer):
         strands = None if self._speaker is None else self._speaker.strands
         places = {"on_host": settings.offload_optimizer, "in_cluster": self._speaker is not None}
         if settings.outer is None:
-            inner = stepped = make_trained(optimizer, params, scheduler, **places)
+            by_average = not settings.use_local_updates
+            inner = stepped = make_trained(optimizer, params, scheduler, **places, steps_average=by_average)
         else:
             given, pieces = (params, None) if strands is None else (strands.given, strands.groups)
             inner, anchor, self.outer_optimizer = make_outer(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from blake3 import blake3
 
@@ -228,6 +229,9 @@ class ProgressTracker(RunProgress):
         """Move to this tip, if it is of an epoch after the present one."""
         if tip.outranks(self._swarm.tip):
             self._swarm.move(tip)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a shoal.ProgressTracker is neither copied nor pickled, for it is a peer: make a new one")
 
     def __repr__(self) -> str:
         return f"shoal.ProgressTracker(prefix={self.prefix!r}, {self.global_progress})"

@@ -20,6 +20,7 @@ from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.plain import plain_or
+from shoal.optim.trainable import check_dense, check_real
 from shoal.sharding.cut import cut_already
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -356,6 +357,7 @@ def make_trained(
     *,
     on_host: bool,
     in_cluster: bool = False,
+    steps_average: bool = False,
 ) -> Stepped:
     """Make the local optimizer and its scheduler.
 
@@ -363,10 +365,12 @@ def make_trained(
         on_host: make a copy of the parameters on the host, and the optimizer over that copy.
         in_cluster: a `ZeroRedundancyOptimizer` does not divide the parameters. The cluster has divided them already, or
             rank 0 steps all of them.
+        steps_average: the optimizer steps the average of the peers' gradients, and not this peer's own.
 
     Raises:
-        ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure, or if
-            `scheduler` is not a scheduler of this optimizer.
+        ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure or sparse
+            gradients that it does not get, if a parameter is complex, or if `scheduler` is not a scheduler of this
+            optimizer. The parameters are where they were then.
     """
     host: HostCopy | None = None
     if on_host:
@@ -377,9 +381,15 @@ def make_trained(
             )
         host = HostCopy(params)
     made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
+    own = [parameter for group in made.param_groups for parameter in group["params"]]
+    names = [name for group in made.param_groups for name in group.get("param_names", ())]
+    check_real(own if host is None else host.model, names=names)
+    if steps_average:
+        check_dense(made, "optimizer=")
+    schedule = _make_scheduler(scheduler, made)
     if host is not None:
-        host.check(made)
-    return Stepped(made, _make_scheduler(scheduler, made), host)
+        host.adopt(made)
+    return Stepped(made, schedule, host)
 
 
 def make_outer(
@@ -422,7 +432,8 @@ def _make_outer(outer: DiLoCo, anchor: HostCopy) -> torch.optim.Optimizer:
     made = outer.optimizer(anchor.groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
-    anchor.check(made)
+    check_dense(made, "DiLoCo(optimizer=…)")
+    anchor.adopt(made)
     return made
 
 

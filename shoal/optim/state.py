@@ -156,16 +156,20 @@ class TrainingState:
         if flat:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
         self._whole = Part(self.parameters, self.extra_tensors)
-        self._held: list[Tensor] = []  # the tensors of the optimizer's state that are in flat memory
+        self._held: list[Tensor] = []  # the tensors of the optimizer's state at the last `adopt_statistics`
         self.adopt_statistics()
 
     def adopt_statistics(self) -> None:
-        """Move new tensors of the optimizer's state into flat memory."""
-        if not self._is_flat:
-            return
+        """Move new tensors of the optimizer's state into flat memory. Sparse ones, such as the momentum that SGD makes
+        of sparse gradients, become dense before. The optimizer steps with either."""
         tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
         if not self._are_held(tensors):
-            FlatBuffer.adopt(tensors)
+            for index, name, value in list(self._kept()):
+                if isinstance(value, Tensor) and value.layout is not torch.strided:
+                    self.optimizer.state[self.parameters[index]][name] = value.to_dense()
+            tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+            if self._is_flat:
+                FlatBuffer.adopt(tensors)
             self._held = tensors
 
     def digest(self) -> bytes:
@@ -184,17 +188,18 @@ class TrainingState:
         state.
 
         Raises:
-            ValueError: if the optimizer has state of a parameter, but no tensor of this name and the parameter's shape.
+            ValueError: if the optimizer has state of a parameter, but no tensor of this name and the parameter's shape,
+                or a complex one.
         """
         found: list[Tensor | None] = []
         for parameter in self.parameters:
             held = self.optimizer.state.get(parameter, {})
             value = held.get(name)
-            if held and not (isinstance(value, Tensor) and value.shape == parameter.shape):
-                alike = [key for key, v in held.items() if isinstance(v, Tensor) and v.shape == parameter.shape]
+            if held and not _is_statistic(value, parameter):
+                alike = [key for key, other in held.items() if _is_statistic(other, parameter)]
                 raise ValueError(
                     f"average_opt_statistics has {name!r}, and {type(self.optimizer).__name__} keeps no such tensor of "
-                    f"its parameter's shape; it keeps {', '.join(alike) or 'none'}"
+                    f"real numbers and of its parameter's shape; it keeps {', '.join(alike) or 'none'}"
                 )
             found.append(value)
         return found
@@ -228,8 +233,9 @@ class TrainingState:
         held = sorted(self._kept(part.parameters), key=lambda one: one[1])
         statistics = [one for one in held if isinstance(one[2], Tensor)]
         tensors = [*part.parameters, *(tensor for _, _, tensor in statistics), *part.extras]
-        memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
-        memory.copy_from([tensor.detach() for tensor in tensors])
+        dense = [tensor.detach().to_dense() for tensor in tensors]
+        memory = FlatBuffer(Layout.of(dense).on("cpu"), recycled=True)
+        memory.copy_from(dense)
         try:
             scalars = Scalars(
                 groups=[plain(group) for group in (self._options() if groups is None else groups)],
@@ -717,6 +723,11 @@ class Replica(TrainingState):
         if "drift" in ours:
             self.optimizer.load_state_dict(ours["outer"])
             drift.load_state_dict(ours["drift"])
+
+
+def _is_statistic(value: object, parameter: Tensor) -> bool:
+    """Whether something in the optimizer's state can be averaged: real numbers, one for each of the parameter's."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and not value.is_complex()
 
 
 async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:

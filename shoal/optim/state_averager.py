@@ -16,12 +16,13 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.flat import Places
+from shoal.flat import Places, needs_sparse_gradients
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.accumulator import in_grad
 from shoal.optim.placement import check_places
 from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make_trained
 from shoal.optim.state import TrainingState, for_newcomer, put_average
+from shoal.optim.trainable import check_real
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm
@@ -115,6 +116,7 @@ class TrainingStateAverager(DecentralizedAverager):
         self.reuse_tensors, self.delta_rule_averaging = reuse_tensors, delta_rule_averaging
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
         self.opt_keys_for_averaging, self.extra_tensors = tuple(names), list(extra_tensors)
+        check_real(self.extra_tensors, "extra tensor")
         self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)
@@ -529,7 +531,10 @@ def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     values = [parameter.detach().clone() for parameter in parameters]
     step: Callable[[], Any] = optimizer.step
-    with in_grad(parameters, [torch.zeros_like(parameter) for parameter in parameters]):
+    zeros = [torch.zeros_like(parameter) for parameter in parameters]
+    if needs_sparse_gradients(type(optimizer)):
+        zeros = [zero.to_sparse(1) for zero in zeros]
+    with in_grad(parameters, zeros):
         step()
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):

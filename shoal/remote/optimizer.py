@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -228,6 +228,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for mine, new in zip(self.param_groups, merged, strict=True):
             mine.update(new)
         after_loading(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer is neither copied nor pickled, because its state is on the workers: save "
+            "state_dict(), and load it into a new DistributedOptimizer"
+        )
 
     @property
     def _name(self) -> str:

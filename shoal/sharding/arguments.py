@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import LBFGS
 
+from shoal.flat import needs_sparse_gradients
 from shoal.functional import refuse_functional_form
 
 Partition = Literal["auto", "elements", "parameters"]
@@ -51,6 +52,26 @@ def checked_class(optimizer_class: Any) -> None:
         raise TypeError(
             f"{made.__qualname__} makes one vector of all parameters, so each rank would step its share by a direction "
             f"and a step size of its own: use {made.__qualname__} itself, on all ranks, after DDP has reduced gradients"
+        )
+
+
+def checked_gradients(optimizer_class: Any, dense: Mapping[str, bool]) -> None:
+    """Refuses an optimizer that needs sparse gradients where it would get dense ones.
+
+    Args:
+        optimizer_class: the class, or a function that makes the optimizer.
+        dense: the arguments with which gradients are dense, and whether they were given.
+
+    Raises:
+        TypeError: with the first of these arguments that was given.
+    """
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    given = [name for name, is_given in dense.items() if is_given]
+    if given and isinstance(optimizer_class, type) and needs_sparse_gradients(optimizer_class):
+        raise TypeError(
+            f"{optimizer_class.__qualname__} steps only the rows of sparse gradients, which are dense with {given[0]}: "
+            "leave that out, or choose an optimizer that takes both, such as SGD or Adagrad"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -13,36 +14,58 @@ from shoal.sharding.partition import Slice
 
 
 @torch.no_grad()
-def clip(
+def norm_of(
     gradients: Mapping[Slice, Tensor | None],
-    max_norm: float,
     norm_type: float,
     communication: Communication,
-    dtype: torch.dtype,
+    params: Sequence[Tensor],
 ) -> Tensor:
-    """Scales the gradients of all ranks so that their common norm is at most ``max_norm``; returns the norm before.
+    """The norm of the gradients of all ranks, as of one vector, on the CPU. A collective.
 
-    The norm has the dtype ``dtype``. It must be equal on all ranks, and a rank may hold gradients of some dtypes only,
-    so the caller gives it.
+    It equals that of ``torch.nn.utils.get_total_norm`` up to float rounding: this function adds the norm up share by
+    share, torch parameter by parameter. So the norm of order 0 is, as in torch, the number of gradients that are not
+    zero.
 
-    The scaling factor is equal to the bit on all ranks. It equals that of ``torch.nn.utils.clip_grad_norm_`` up to
-    float rounding: this function adds the norm up share by share, torch parameter by parameter.
+    Args:
+        gradients: this rank's.
+        norm_type: the order of the norm.
+        communication: the ranks.
+        params: all parameters. The norm has the widest of their dtypes, at least float32: a rank may hold gradients of
+            some dtypes only.
     """
-    held = [gradient for gradient in gradients.values() if gradient is not None]
+    held = {part: gradient for part, gradient in gradients.items() if gradient is not None and gradient.numel()}
     # Sums of squares overflow 16-bit floats, so the norm is taken in float32 at least; float64 stays float64.
-    norms = [
-        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
-        for gradient in held
-    ]
-    mine = torch.zeros((), dtype=torch.float64, device="cpu")
+    norms = {
+        part: torch.linalg.vector_norm(
+            gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32)
+        ).double()
+        for part, gradient in held.items()
+    }
+    dtype = reduce(torch.promote_types, {param.dtype for param in params}, torch.float32).to_real()
+    if norm_type == 0:  # a parameter counts once, however many ranks hold parts of it
+        counts = torch.zeros(len(params), dtype=torch.float64, device="cpu")
+        for part, norm in norms.items():
+            counts[part.tensor] += norm.cpu()
+        return torch.stack(communication.exchange(counts)()).sum(0).count_nonzero().to(dtype)
+    # The norm, and whether there is one: that of no gradients would be the smallest of all.
+    mine = torch.zeros(2, dtype=torch.float64, device="cpu")
     if norms:
-        mine = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]), norm_type)
-    every = torch.cat(communication.exchange(mine.reshape(1))())
-    norm: Tensor = torch.linalg.vector_norm(every, norm_type).to(dtype)
+        mine[0] = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms.values()]), norm_type)
+        mine[1] = 1
+    every = torch.stack(communication.exchange(mine)())
+    there = every[every[:, 1] > 0, 0]
+    return (torch.linalg.vector_norm(there, norm_type) if there.numel() else torch.zeros(())).to(dtype)
+
+
+@torch.no_grad()
+def scale_to(gradients: Mapping[Slice, Tensor | None], max_norm: float, norm: Tensor) -> None:
+    """Scales this rank's gradients, whose norm is that of all ranks, down to ``max_norm``. The factor is equal to the
+    bit on all ranks. It is that of ``torch.nn.utils.clip_grads_with_norm_``.
+    """
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    for gradient in held:
-        gradient.mul_(factor)
-    return norm
+    for gradient in gradients.values():
+        if gradient is not None:
+            gradient.mul_(factor)
 
 
 @torch.no_grad()

@@ -51,8 +51,13 @@ class GradientSource(ABC):
         """A context in which backward passes accumulate gradients."""
 
     @abstractmethod
-    def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scales the gradients so that their norm is at most ``max_norm``; returns the norm before."""
+    def clip(self, max_norm: float, norm_type: float, *, only_finite: bool) -> Tensor:
+        """Scales the gradients so that their norm is at most ``max_norm``; returns the norm before.
+
+        Args:
+            max_norm, norm_type: as for torch's ``clip_grad_norm_``.
+            only_finite: leave the gradients as they are if the norm is not finite.
+        """
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:

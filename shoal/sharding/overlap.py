@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +47,8 @@ def hook_with_zero_step(
         The hook.
 
     Raises:
-        ValueError: if ``zero`` was made without ``overlap_with_ddp``, or for another process group.
+        ValueError: if ``zero`` was made without ``overlap_with_ddp``, or for another process group, or if the model has
+            complex parameters, or an embedding that makes sparse gradients.
     """
     overlap = _Overlap(zero, ddp)
     reductions: list[tuple[dist.GradBucket, Future[Any]]] = []
@@ -91,6 +92,18 @@ class _Overlap:
             raise ValueError("make the ZeroRedundancyOptimizer with overlap_with_ddp=True to step it in a hook of DDP")
         if ddp.process_group != zero.process_group:
             raise ValueError("the model and its ZeroRedundancyOptimizer are of different process groups")
+        for name, param in ddp.module.named_parameters():
+            if param.is_complex():  # torch 2.13's GradBucket.gradients() gives the first half of the pairs
+                raise ValueError(
+                    f"{name!r} is complex, and the buckets of DDP hold pairs of real numbers: keep such pairs in a "
+                    "real parameter (torch.view_as_real), or make the optimizer without overlap_with_ddp"
+                )
+        for name, module in ddp.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:  # as DDP looks for them
+                raise ValueError(
+                    f"{name!r} makes sparse gradients, and a step in DDP's backward pass needs dense ones: "
+                    "give it sparse=False, or make the optimizer without overlap_with_ddp"
+                )
         self._zero, self._ddp = zero, ddp
         self._sharded = zero.sharded_step
         self._lock = Lock()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import reduce
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from shoal.sharding.clipping import clip, unscale
+from shoal.sharding.clipping import norm_of, scale_to, unscale
 from shoal.sharding.gradient_source import GradientSource
 from shoal.sharding.join import CountingJoinHook, JoinHook
 from shoal.sharding.lending import agree
@@ -25,6 +24,7 @@ STEP: Final = 0.0
 CLIP: Final = 1.0
 DROP: Final = 2.0
 UNSCALE: Final = 3.0
+CLIP_FINITE: Final = 4.0  # only if the norm is finite
 
 
 class ReducedGradients(GradientSource):
@@ -93,17 +93,21 @@ class ReducedGradients(GradientSource):
         """A context in which gradients accumulate in ``param.grad``."""
         return self.reduction.paused()
 
-    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float, *, only_finite: bool) -> Tensor:
         """Each rank scales its own gradients, by the norm of all gradients."""
         gradients, _ = self._take()
-        self._tell(CLIP, max_norm, norm_type)
-        return clip(gradients, max_norm, norm_type, self._step.communication, self.norm_dtype)
+        self._tell(CLIP_FINITE if only_finite else CLIP, max_norm, norm_type)
+        return self.clip_taken(gradients, max_norm, norm_type, only_finite=only_finite)
 
-    @property
-    def norm_dtype(self) -> torch.dtype:
-        """The dtype of the norm of all gradients: the widest of the parameters' dtypes, at least float32."""
-        dtypes = {param.dtype for param in self._step.parameters.params}
-        return reduce(torch.promote_types, dtypes, torch.float32)
+    def clip_taken(
+        self, gradients: Mapping[Slice, Tensor | None], max_norm: float, norm_type: float, *, only_finite: bool
+    ) -> Tensor:
+        """As `clip`, with the gradients that this rank has taken."""
+        params, communication = self._step.parameters.params, self._step.communication
+        norm = norm_of(gradients, norm_type, communication, params)
+        if not only_finite or norm.isfinite():
+            scale_to(gradients, max_norm, norm)
+        return norm
 
     def unscale(self, factor: float) -> bool:
         """Multiplies the gradients by ``factor``; returns whether all were finite before, on all ranks."""
@@ -179,7 +183,7 @@ class CountingHook(CountingJoinHook):
                 if what == UNSCALE:
                     unscale(gradients, numbers[0], step.communication)
                 else:
-                    clip(gradients, numbers[0], numbers[1], step.communication, self._gradients.norm_dtype)
+                    self._gradients.clip_taken(gradients, *numbers, only_finite=what == CLIP_FINITE)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Divides by the number of all ranks again; all ranks take the options of a rank that joined last."""

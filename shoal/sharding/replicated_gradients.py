@@ -58,9 +58,13 @@ class ReplicatedGradients(GradientSource):
         """Nothing to do: DDP synchronises gradients."""
         return nullcontext()
 
-    def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Calls torch's function, because every rank has all gradients."""
-        return torch.nn.utils.clip_grad_norm_(self._step.parameters.params, max_norm, norm_type)
+    def clip(self, max_norm: float, norm_type: float, *, only_finite: bool) -> Tensor:
+        """Calls torch's functions, because every rank has all gradients."""
+        params = self._step.parameters.params
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+        if not only_finite or norm.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that steps with the options and gradients that the live ranks lend."""

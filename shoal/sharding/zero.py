@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.sharding import consolidation
-from shoal.sharding.arguments import Partition, checked, checked_class, may_cut
+from shoal.sharding.arguments import Partition, checked, checked_class, checked_gradients, may_cut
 from shoal.sharding.communication import Communication
 from shoal.sharding.cut import is_cut, of_share
 from shoal.sharding.element_wise import is_element_wise
@@ -78,7 +78,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
 
     Raises:
         TypeError: if ``params`` is no iterable of tensors or of groups, if ``optimizer_class`` is or derives from
-            LBFGS, or if it is a functional optimizer.
+            LBFGS, if it is a functional optimizer, or if it is SparseAdam and gradients would be dense.
         ValueError: if ``params`` is empty, if a parameter is sparse, does not fill its memory (without
             ``parameters_as_bucket_view``) or shares memory with another one (with it), if arguments do not fit
             together, or if there is no process group or this process is not in it.
@@ -107,6 +107,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
     ) -> None:
         given = checked(params)
         checked_class(optimizer_class)
+        dense = {"reduce_scatter": reduce_scatter, "overlap_with_ddp": overlap_with_ddp}
+        checked_gradients(optimizer_class, {**dense, "partition='elements'": partition == "elements"})
         self._built = False
         Optimizer.__init__(self, given, defaults)
         Joinable.__init__(self)
@@ -298,8 +300,10 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
 
         Args:
             max_norm: the bound.
-            norm_type: the order of the norm; ``inf`` for the largest absolute value. Default: 2.0.
-            error_if_nonfinite: raise an error if the norm is not finite. Default: False.
+            norm_type: the order of the norm, as in torch: ``inf`` for the largest absolute value, 0 for the number of
+                parameters whose gradient is not zero. Default: 2.0.
+            error_if_nonfinite: raise an error if the norm is not finite, and leave the gradients as they are. Default:
+                False.
 
         Returns:
             The norm before clipping, a scalar tensor. With ``reduce_scatter`` it is on the CPU, in the widest dtype of
@@ -309,7 +313,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is True, or if a rank was lost.
         """
         with self._sharded.failures.named("in clip_grad_norm_() of ZeroRedundancyOptimizer"):
-            norm = self._gradients.clip(max_norm, norm_type)
+            norm = self._gradients.clip(float(max_norm), float(norm_type), only_finite=error_if_nonfinite)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}: it cannot be clipped")
         return norm
@@ -379,6 +383,12 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         own.show_options()
         self.state = self.optim.state
         after_loading(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is neither copied nor pickled, because all ranks hold its state together: save "
+            "state_dict() after consolidate_state_dict(), and load it into a new optimizer, of the copy of the model"
+        )
 
     # --- Join --------------------------------------------------------------------------------------
 

@@ -223,9 +223,13 @@ def not_made() -> Any:
     model = layers()
     patience = [-1.0 if culprit == RANK else 60.0 for culprit in range(SIZE)]
     found = [error_of(functools.partial(made, model, averaging_timeout=seconds)) for seconds in patience]
+    wave = ("wave", nn.Parameter(torch.ones(4, dtype=torch.complex64)))
+    refused = [
+        error_of(functools.partial(made, model, params=[wave], **mode)) for mode in ({}, {"outer": shoal.DiLoCo()})
+    ]
     optimizer = made(model)
     optimizer.shutdown()
-    return [found, optimizer.is_alive()]
+    return [found, optimizer.is_alive(), refused]
 
 
 def unlike() -> Any:

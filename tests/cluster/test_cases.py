@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def test_a_rank_that_can_not_make_its_optimizer_tells_the_others(tmp_path: Path,
     found = found_by("not_made", 2, tmp_path, strands)
     for rank in range(2):
         (mine, theirs), alive = found[rank][0] if rank == 0 else found[rank][0][::-1], found[rank][1]
+        for refusal in found[rank][2]:  # of a parameter that no rank can train
+            assert re.search(r"ValueError: parameter 0 \('wave.*(is|are) complex, and peers average", refusal)
         assert mine.startswith("ValueError: averaging_timeout=-1.0")
         assert theirs.startswith(f"ClusterError: rank {1 - rank} ")
         assert not alive

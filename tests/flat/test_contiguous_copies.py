@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import weakref
 from typing import Any
@@ -73,15 +74,65 @@ def test_a_contiguous_params_is_not_copied() -> None:
             duplicate(parameters)
 
 
-def test_copies_of_an_optimizer_have_ordinary_parameters() -> None:
-    _, _, optimizer = trained()
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        (parameter,) = other.param_groups[0]["params"]
-        (run,) = optimizer.param_groups[0]["params"]
-        assert type(parameter) is nn.Parameter
-        assert torch.equal(parameter, run)
-        assert parameter.data_ptr() != run.data_ptr()
-        assert torch.equal(other.state[parameter]["exp_avg"], optimizer.state[run]["exp_avg"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_torch_save, pickle.dumps])
+@pytest.mark.parametrize("what", ["optimizer", "pair", "groups", "run", "state", "scheduler", "module"])
+def test_what_has_flat_parameters_is_not_copied(duplicate: Any, what: str) -> None:
+    """The copy would train no model, and say nothing."""
+    model, parameters, optimizer = trained()
+    whole: Any = nn.Module()
+    whole.model, whole.optimizer = model, optimizer
+    originals: dict[str, Any] = {
+        "optimizer": optimizer,
+        "pair": (model, optimizer),
+        "groups": optimizer.param_groups,
+        "run": parameters.contiguous()[0],
+        "state": optimizer.state,
+        "scheduler": optim.lr_scheduler.StepLR(optimizer, 1),
+        "module": whole,
+    }
+    with pytest.raises(TypeError, match=r"of ContiguousParams.contiguous\(\) is neither .* original_state_dict"):
+        duplicate(originals[what])
+    model(torch.ones(2, 5)).sum().backward()  # the original goes on
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_shallow_copy_of_an_optimizer_trains_the_same_model() -> None:
+    model, _, optimizer = trained()
+    before = model[0].weight.detach().clone()
+    model(torch.ones(2, 5)).sum().backward()
+    copy.copy(optimizer).step()
+    assert not torch.equal(before, model[0].weight)
+    copy.copy(model)(torch.ones(2, 5)).sum().backward()
+    assert model[0].weight.grad is not None
+    with pytest.raises(TypeError, match="is neither copied nor pickled"):
+        copy.copy(optimizer.param_groups[0]["params"][0])
+
+
+def test_what_the_refusal_says_to_do_goes_on_where_the_original_was() -> None:
+    model, parameters, optimizer = trained()
+    other, state = copy.deepcopy((model, parameters.original_state_dict(optimizer)))
+    others = ContiguousParams(other)
+    second = optim.Adam(others.contiguous())
+    others.load_original_state_dict(second, state)
+    for net, stepped in ((model, optimizer), (other, second)):
+        stepped.zero_grad()
+        net(torch.ones(2, 5)).sum().backward()
+        stepped.step()
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_moving_averages_of_a_model_are_kept() -> None:
+    model, _, optimizer = trained()
+    average = optim.swa_utils.AveragedModel(model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    first = model[0].weight.detach().clone()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module[0].weight, 0.5 * first + 0.5 * model[0].weight.detach())
 
 
 def test_models_are_freed_at_once() -> None:
@@ -158,6 +209,8 @@ def test_a_compiled_step(options: dict[str, bool]) -> None:
                 model[0].bias.grad = None
         twins.plain_optimizer.step()
         step()
+        norms = [nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0, -math.inf) for _, o in twins.both]
+        torch.testing.assert_close(*norms)
         twins.parameters.assert_buffer_is_valid()
         twins.zero_grad()
     assert twins.distance() < 1e-6

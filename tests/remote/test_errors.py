@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -129,3 +131,14 @@ def warns_once() -> None:
 
 def test_a_class_without_functional_form_is_warned_of_once(trainer) -> None:
     trainer(warns_once)
+
+
+def is_not_copied() -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(torch.ones(2, requires_grad=True))], lr=0.1)
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a DistributedOptimizer is neither copied nor pickled.* state_dict\(\)"):
+            way(optimizer)
+
+
+def test_it_is_not_copied(trainer) -> None:
+    trainer(is_not_copied)

@@ -126,17 +126,44 @@ def sparse_gradients_of(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def takes_sparse_gradients() -> None:
-    weight = torch.randn(6, 2).requires_grad_()
-    local = copy.deepcopy(weight)
-    rows = torch.tensor([1, 3, 3])
-    optimizer = DistributedOptimizer(torch.optim.Adagrad, [rpc.RRef(weight)], lr=0.1)
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [sparse_gradients_of(weight, rows)])
-        optimizer.step(context_id)
-    sparse_gradients_of(local, rows).backward()
-    torch.optim.Adagrad([local], lr=0.1).step()
-    assert_close([weight.detach()], [local])
+    for optimizer_class, options in (
+        (torch.optim.Adagrad, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.SparseAdam, {"lr": 0.1}),
+    ):
+        weight = torch.randn(6, 2).requires_grad_()
+        local = copy.deepcopy(weight)
+        optimizer = DistributedOptimizer(optimizer_class, [rpc.RRef(weight)], **options)
+        of_one_process = optimizer_class([local], **options)
+        for rows in ([1, 3, 3], [0, 3, 5]):
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [sparse_gradients_of(weight, torch.tensor(rows))])
+                optimizer.step(context_id)
+            local.grad = None
+            sparse_gradients_of(local, torch.tensor(rows)).backward()
+            of_one_process.step()
+        assert_close([weight.detach()], [local.detach()])
 
 
 def test_sparse_gradients_are_taken_where_torch_takes_them(trainer) -> None:
     trainer(takes_sparse_gradients)
+
+
+def takes_complex_parameters() -> None:
+    for optimizer_class in (torch.optim.Adam, torch.optim.Adagrad, Plain):
+        weight = torch.randn(6, 2, dtype=torch.complex64).requires_grad_()
+        local = copy.deepcopy(weight)
+        optimizer = DistributedOptimizer(optimizer_class, [rpc.RRef(weight)], lr=0.1)
+        of_one_process = optimizer_class([local], lr=0.1)
+        for _ in range(3):
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [weight.abs().square().sum()])
+                optimizer.step(context_id)
+            local.grad = None
+            local.abs().square().sum().backward()
+            of_one_process.step()
+        assert_close([torch.view_as_real(weight.detach())], [torch.view_as_real(local.detach())])
+
+
+def test_complex_parameters_are_stepped_as_torch_steps_them(trainer) -> None:
+    trainer(takes_complex_parameters)

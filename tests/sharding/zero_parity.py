@@ -6,6 +6,7 @@ import copy
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -235,3 +236,13 @@ def check_sub_groups() -> None:
     zero.consolidate_state_dict(to=dist.get_world_size(group) - 1)
     if zero.rank == dist.get_world_size(group) - 1:
         assert len(zero.state_dict()["state"]) == len(list(ours.parameters()))
+
+
+def check_what_the_buckets_of_ddp_do_not_hold_is_refused_by_name() -> None:
+    wave = nn.Linear(3, 2, dtype=torch.complex64)
+    table = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    for network, words in ((wave, "'weight' is complex, and the buckets"), (table, "'0' makes sparse gradients")):
+        zero: Any = shoal.ZeroRedundancyOptimizer(network.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        for made in (hook_with_zero_step, hook_with_zero_step_interleaved):
+            with pytest.raises(ValueError, match=words):
+                made(allreduce_hook, DDP(network), zero)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,6 +83,81 @@ def check_clipping() -> None:
             optimizer.zero_grad()
     assert_near(ours.parameters(), plain.parameters())  # the norm is added up from the shares, not from the parameters
     assert_same_on_all_ranks(ours.parameters())
+
+
+ORDERS = (0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, -1.0, 0.0)
+
+
+def check_norms_of_all_orders_and_of_complex_gradients() -> None:
+    """Also where a rank has no share, where a gradient is missing, and where one is zero."""
+    for dtype, partition, reduce_scatter in product(
+        (torch.float32, torch.complex64), ("auto", "parameters"), (True, False)
+    ):
+        torch.manual_seed(0)
+        shapes = [(5, 40), (), (7,), (3,), (9,)]
+        values = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        ours, plain = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+        options: Any = {"partition": partition, "reduce_scatter": reduce_scatter, "lr": 0.1, "momentum": 0.9}
+        zero: Any = shoal.ZeroRedundancyOptimizer(ours, torch.optim.SGD, **options)
+        optimizer = torch.optim.SGD(plain, lr=0.1, momentum=0.9)
+        for order in ORDERS:
+            for parameters in (ours, plain):
+                for one, value in zip(parameters[:4], values, strict=False):
+                    one.grad = value.clone() if one.numel() != 3 or order == 0 else value + 1
+                parameters[1].grad = torch.zeros((), dtype=dtype) if order >= 0 else torch.ones((), dtype=dtype)
+            norm = zero.clip_grad_norm_(0.05, order)
+            reference = nn.utils.clip_grad_norm_(plain, 0.05, order)
+            torch.testing.assert_close(norm, reference, msg=f"{dtype} {order}: {norm} and {reference}")
+            zero.step()
+            optimizer.step()
+            zero.zero_grad()
+        assert_near(map(real, ours), map(real, plain))
+        assert_same_on_all_ranks(map(real, ours))
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def check_a_norm_that_is_not_finite_leaves_the_gradients() -> None:
+    for reduce_scatter in (True, False):
+        weight = nn.Parameter(torch.ones(9))
+        zero: Any = shoal.ZeroRedundancyOptimizer([weight], torch.optim.SGD, reduce_scatter=reduce_scatter, lr=0.5)
+        weight.grad = torch.ones(9)
+        weight.grad[4] = math.inf
+        for order in (2.0, math.inf):
+            with pytest.raises(RuntimeError, match=f"the norm of order {order} of the gradients is inf"):
+                zero.clip_grad_norm_(1.0, order, error_if_nonfinite=True)
+        zero.step()
+        assert weight.tolist() == [0.5] * 4 + [-math.inf] + [0.5] * 4
+
+
+def check_sparse_gradients() -> None:
+    """As torch steps them, SparseAdam too; where they would be dense, it is refused before anything is sent."""
+    for optimizer_class, partition, reduce_scatter, flat in product(
+        (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam),
+        ("auto", "elements"),
+        (False, True),
+        (False, True),
+    ):
+        torch.manual_seed(0)
+        ours, plain = nn.Embedding(9, 3, sparse=True), nn.Embedding(9, 3, sparse=True)
+        plain.load_state_dict(ours.state_dict())
+        options: Any = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+        options |= {"lr": 0.1}
+        mine: Any = {"partition": partition, "reduce_scatter": reduce_scatter, "parameters_as_bucket_view": flat}
+        if optimizer_class is torch.optim.SparseAdam and (reduce_scatter or partition == "elements"):
+            with pytest.raises(TypeError, match="SparseAdam steps only the rows of sparse gradients"):
+                shoal.ZeroRedundancyOptimizer(ours.parameters(), optimizer_class, **mine, **options)
+            continue
+        zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), optimizer_class, **mine, **options)
+        optimizer = optimizer_class(plain.parameters(), **options)
+        for rows in ([1, 4, 4], [0, 4, 8], [2, 2, 2]):
+            for table, stepped in ((ours, zero), (plain, optimizer)):
+                stepped.zero_grad()
+                table(torch.tensor(rows)).square().sum().backward()
+                stepped.step()
+        assert_near(ours.parameters(), plain.parameters())
 
 
 def check_clipping_in_double_precision() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.optim.lr_scheduler import StepLR
 
 import shoal
 from shoal.sharding.state_dict import pack_groups
@@ -62,6 +65,18 @@ def check_load_from_the_plain_optimizer_and_from_torch_zero_and_back() -> None:
     trained(ours, zero)
     trained(plain, optimizer)
     assert_equal(ours.parameters(), plain.parameters())
+
+
+def check_it_is_not_copied() -> None:
+    (ours,) = copies(1)
+    for options in ({}, {"reduce_scatter": True}, {"parameters_as_bucket_view": True}):
+        zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.Adam, **options)
+        for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda given: torch.save(given, io.BytesIO())):
+            for given in (zero, StepLR(zero, 1)) if way is not copy.copy else (zero,):
+                with pytest.raises(TypeError, match=r"a ZeroRedundancyOptimizer is neither copied .* state_dict\(\)"):
+                    way(given)
+        trained(ours, zero)
+        copy.deepcopy(ours)
 
 
 def check_loading_neither_changes_nor_shares_the_callers_dict() -> None:

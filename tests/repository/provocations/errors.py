@@ -96,6 +96,16 @@ def names_something_else_as_its_identity(scene: Scene) -> str:
     return raised(lambda: shoal.DHT(identity_path=str(scene.folder / "identity"), start=True))
 
 
+@provokes("… is complex, and peers average real numbers")
+def trains_a_complex_parameter(scene: Scene) -> str:
+    return raised(lambda: scene.optimizer(params=[nn.Parameter(torch.ones(2, dtype=torch.complex64))]))
+
+
+@provokes("optimizer= is a SparseAdam, which steps only the rows of sparse gradients")
+def averages_for_an_optimizer_of_sparse_gradients(scene: Scene) -> str:
+    return raised(lambda: scene.optimizer(optimizer=lambda params: torch.optim.SparseAdam(list(params))))
+
+
 @provokes("… is already served on this node")
 def makes_two_optimizers_with_one_run_id_on_one_dht(scene: Scene) -> str:
     scene.optimizer()
