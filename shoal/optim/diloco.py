@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.averaging.options import term_of
+from shoal.optim.plain import plain_or
 from shoal.outer import Nesterov, OuterRule
 
 COUNT = "a whole number, at least 1"
@@ -59,6 +60,10 @@ class DiLoCo:
     mix: Literal["keep"] | float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("inner_steps", "fragments", "overlap", "mix"):
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple):  # of parameters
+                object.__setattr__(self, name, plain_or(value, otherwise=value))
         if self.inner_steps is not None and not _is_count(self.inner_steps, 1):
             raise _wrong("inner_steps", self.inner_steps, f"{COUNT}, or leave it out and give target_batch_size")
         if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):

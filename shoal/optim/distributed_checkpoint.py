@@ -83,7 +83,7 @@ class Common(msgspec.Struct, frozen=True):
     """The part of the state that is the same at all ranks. Rank 0 makes it.
 
     Attributes:
-        epoch, names: see `Replica.take_names`.
+        epoch, names: see `Replica.tip_of`.
         parameters: shape and dtype of each parameter of the model.
         extras: the number of extra tensors.
         scheduler: the state of the scheduler; None without one.
@@ -251,7 +251,7 @@ class StrandCheckpoint:
                 anchors = [anchor.detach().clone() for anchor in replica.stepped]
                 drift.load_state_dict({"anchor": anchors, "samples": common.samples, "steps": common.steps})
             replica.options.refresh()
-            replica.take_names(common.epoch, common.names)
+            replica.take_names(replica.tip_of(common.epoch, common.names), common.names)
         self._strands.is_ahead = True
 
 

@@ -4,6 +4,7 @@ late."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,6 @@ from shoal.optim.strand_rounds import StrandRounds
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
-from shoal.swarm.protocol.view import LONGEST_PAUSE
 from shoal.transfer.donor import EncodedState, StateDonor
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingWanted
 
@@ -191,11 +191,13 @@ class Epoch:
         others have ended the epoch without this peer, download their state instead. Raises as `Optimizer.step`."""
         self._forks.look(self._made_with)
         if not self._follow_pin() or self._rests:
+            self._drop_reused()
             return
         if self.is_behind:
             if self._drift is not None and self._drift.has_moved and batch_size:
                 self._accumulation.add(batch_size, grad_scaler)  # the drift outlasts the download
             self._synchronise()
+            self._drop_reused()
         elif batch_size:
             computed_at, accumulation = self.applied, self._accumulation
             if self._ends_before_adding and accumulation.samples and not self.is_busy and not self._has_failed:
@@ -203,6 +205,12 @@ class Epoch:
             if self.applied == computed_at:  # otherwise another state was downloaded meanwhile
                 accumulation.add(batch_size, grad_scaler)
         self._count()
+
+    def _drop_reused(self) -> None:
+        """This peer does not use the batch of this step. Where gradients are accumulated in `.grad`, autograd has added
+        the batch to those of earlier steps, so all of them are dropped."""
+        if self._settings.reuse_grad_buffers:
+            self._accumulation.restart()
 
     def assist(self) -> None:
         """Make the step of an auxiliary peer, which trains nothing and holds no state. It helps in the next round, if
@@ -519,8 +527,8 @@ class Epoch:
         donors = self._run.donors()
         try:
             return bool(donors) and self._download(donors, timeout)
-        except DownloadFailed:
-            if self._run.donors():
+        except DownloadFailed as error:
+            if self._run.donors() or isinstance(error, NoMemoryForState):
                 raise
             return False  # all peers that were asked have left meanwhile
 
@@ -557,9 +565,10 @@ class Epoch:
         if error is None:
             return
         what = "it brings no samples" if swarm.rests(tip) else "it goes on training with those that hold the same one"
+        when = f"in {seconds:.0f} s" if math.isfinite(seconds) else "when others offer one"
         log.warning(
-            "could not download the state that others hold: %s. This peer keeps its own; %s, and tries again in %.0f s",
-            error, what, min(seconds, LONGEST_PAUSE), extra=self._run.faults.add(FaultKind.DOWNLOAD, str(error)),
+            "could not download the state that others hold: %s. This peer keeps its own; %s, and tries again %s",
+            error, what, when, extra=self._run.faults.add(FaultKind.DOWNLOAD, str(error)),
         )  # fmt: skip
 
     def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:

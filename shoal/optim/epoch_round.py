@@ -146,7 +146,8 @@ def make_run(
     rules = Rules(
         sizes=sizes,
         matchmaking_time=settings.matchmaking_time,
-        own_rounds=settings.averaging_timeout if isinstance(gradients, OwnRounds) else 0.0,
+        # Less than `averaging_timeout`, after which those who have joined go on alone.
+        own_rounds=settings.averaging_timeout / 3 if isinstance(gradients, OwnRounds) else 0.0,
         round_timeout=settings.allreduce_timeout,
         min_group=settings.min_group,
         min_share=settings.min_share,

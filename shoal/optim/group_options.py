@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.optim._torch import writes_of
 from shoal.optim.host_copy import HostCopy
-from shoal.optim.plain import WANTED, are_alike, is_plain, plain_or, restored, with_plain_numbers
+from shoal.optim.plain import WANTED, are_alike, can_hold, is_plain, plain_or, restored, with_plain_numbers
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 log = logging.getLogger(__name__)
@@ -175,21 +175,23 @@ class GroupOptions:
             own = self._column(name) if name in self._holders else []
             if isinstance(values, bytes):
                 continue
-            if own != values:
+            if not _are_equal(own, values):
                 self._tell_difference(name, own, values)
             for group, mine, value in zip(self._groups(name), own, values, strict=True):
                 given = group[name]
                 group[name] = with_plain_numbers(given)
-                if mine != value:
+                is_other = not _are_equal(mine, value)
+                if is_other:
                     _put_plain(group, name, value)
-                if mine != value or group[name] is not given:
-                    replaced.append((group, name, mine if isinstance(given, torch.Tensor) else given, value))
+                if is_other or group[name] is not given:
+                    kept = mine if group[name] is given else given  # a tensor that was written in place
+                    replaced.append((group, name, kept, plain_or(group[name])))
         try:
             yield
             self.record()
         finally:
             for group, name, kept, value in replaced:
-                if plain_or(group[name]) == value:  # otherwise the step itself has changed it
+                if _are_equal(plain_or(group[name]), value):  # otherwise the step itself has changed it
                     put(group, name, kept)
 
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
@@ -319,9 +321,9 @@ def check_options(groups: Iterable[Mapping[str, Any]], names: Iterable[str] | No
     for number, group in enumerate(groups):
         for name in group if names is None else group.keys() & set(names):
             if name != "params" and name not in KERNELS and not is_plain(group[name]):
-                value = group[name]
+                value, kind = group[name], type(group[name]).__name__
                 raise ValueError(
-                    f"parameter group {number} has {name!r} = {value!r:.60}, a {type(value).__name__}: peers compare "
+                    f"parameter group {number} has {name!r} = {value!r:.60} of type {kind}: peers compare "
                     f"the options of parameter groups, and send them to newcomers, so give {WANTED}"
                 )
 
@@ -382,10 +384,17 @@ def put(group: dict[str, Any], name: str, value: Any) -> None:
 def _put_plain(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an option to a plain value, in the type that it has here if that is of the same kind."""
     mine = group[name]
-    if not isinstance(mine, torch.Tensor):
-        with contextlib.suppress(ValueError):
-            value = restored(value, mine, name)
-    put(group, name, value)
+    if isinstance(mine, torch.Tensor) and can_hold(mine, value):
+        put(group, name, value)
+        return
+    with contextlib.suppress(ValueError):
+        value = restored(value, mine, name)
+    group[name] = value
+
+
+def _are_equal(value: Any, mine: Any) -> bool:
+    """Whether two plain values are equal. NaN equals itself here."""
+    return bool(value == mine) or _encode(value) == _encode(mine)
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode

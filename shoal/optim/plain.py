@@ -47,10 +47,13 @@ def plain(value: Any, depth: int = 0) -> Any:
         return bytes(value)
     if isinstance(value, str):
         return _encodable(str.__str__(value))
-    if isinstance(value, numbers.Real):  # numpy's longdouble has an `item` that returns another longdouble
-        return _encodable(int(value) if isinstance(value, numbers.Integral) else float(value))
-    if has_one_item(value):
-        return plain(value.item(), depth + 1)
+    try:
+        if isinstance(value, numbers.Real):  # numpy's longdouble has an `item` that returns another longdouble
+            return _encodable(int(value) if isinstance(value, numbers.Integral) else float(value))
+        if has_one_item(value):
+            return plain(value.item(), depth + 1)
+    except (OverflowError, RuntimeError) as error:  # too large a number; a tensor without values
+        raise TypeError(f"there is a {type(value).__name__} in it that has no value: {error}") from error
     raise TypeError(f"there is a {type(value).__name__} in it")
 
 
@@ -72,6 +75,11 @@ def has_one_item(value: Any) -> bool:
     return callable(getattr(value, "item", None)) and getattr(value, "size", None) is not None and _count(value) == 1
 
 
+def can_hold(tensor: torch.Tensor, value: Any) -> bool:
+    """Whether a tensor with one element can hold that number: one of whole numbers holds no fractions."""
+    return tensor.is_floating_point() or (isinstance(value, int | float) and value == value // 1)
+
+
 def restored(value: Any, mine: Any, name: str) -> Any:
     """Give a plain value of another peer the type of `mine`, this peer's own value. A number keeps its value: if the
     type of `mine` can't hold it exactly, it stays Python's.
@@ -83,7 +91,7 @@ def restored(value: Any, mine: Any, name: str) -> Any:
     if isinstance(mine, torch.Tensor) and mine.numel() == 1:
         if not isinstance(value, int | float):
             raise ValueError(f"{name} is {value!r:.40}, and a number at this peer")
-        return torch.full_like(mine, value)
+        return torch.full_like(mine, value, dtype=None if can_hold(mine, value) else torch.float32)
     if mine is None or (type(value) is type(mine) and not isinstance(mine, list | dict)):
         return value
     own = plain_or(mine, otherwise=mine)

@@ -28,7 +28,7 @@ from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.kept import Kept
 from shoal.optim.placement import Placement
-from shoal.optim.plain import is_plain, plain, restored
+from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
@@ -168,9 +168,20 @@ class TrainingState:
                 if isinstance(value, Tensor) and value.layout is not torch.strided:
                     self.optimizer.state[self.parameters[index]][name] = value.to_dense()
             tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
-            if self._is_flat:
-                FlatBuffer.adopt(tensors)
+            if self._is_flat and not self._can_adopt(tensors):
+                return  # the next call tries again
             self._held = tensors
+
+    def _can_adopt(self, tensors: list[Tensor]) -> bool:
+        """Move the tensors into flat memory, if there is memory for that. They work where they are, too, and a step
+        that was made must not fail for it."""
+        try:
+            with memory_for("the optimizer's state in one piece", MemoryError):
+                FlatBuffer.adopt(tensors)
+        except MemoryError as error:
+            log.info("%s: it stays where the optimizer has made it", error)
+            return False
+        return True
 
     def digest(self) -> bytes:
         """The blake3 hash of the parameters, 32 bytes."""
@@ -236,6 +247,7 @@ class TrainingState:
         dense = [tensor.detach().to_dense() for tensor in tensors]
         memory = FlatBuffer(Layout.of(dense).on("cpu"), recycled=True)
         memory.copy_from(dense)
+        check_options(self._options() if groups is None else groups)
         try:
             scalars = Scalars(
                 groups=[plain(group) for group in (self._options() if groups is None else groups)],
@@ -681,6 +693,7 @@ class Replica(TrainingState):
         given = copy.deepcopy(state_dict)
         epoch = given["state"].pop("local_epoch", None)
         ours = given.pop("shoal", {})
+        tip = None if epoch is None else self.tip_of(epoch, ours)
         if self.drift is None:  # otherwise these are options of the inner optimizer, which peers do not compare
             check_options(given["param_groups"])
         with self._lock:
@@ -695,8 +708,8 @@ class Replica(TrainingState):
             self.adopt_statistics()
             if self._host is not None and self.drift is None:
                 self._host.copy(self._host.memory, self.memory)
-            if epoch is not None:
-                self.take_names(epoch, ours)
+            if tip is not None:
+                self.take_names(tip, ours)
         self.state_digest = self.digest()
 
     def names(self) -> dict[str, Any]:
@@ -704,10 +717,26 @@ class Replica(TrainingState):
         named = {"lineage": self.tip.lineage, "samples": self.tip.samples, "line": self.line.to_wire()}
         return {**named, "pin": self.tip.pin} if self.tip.pin else named
 
-    def take_names(self, epoch: int, named: dict[str, Any]) -> None:
-        """Continue from the tip and the line of a state dict."""
-        samples = named.get("samples", epoch * self._settings.target)
-        tip = Tip(epoch, named.get("lineage", self.tip.lineage), float(samples), named.get("pin", 0))
+    def tip_of(self, epoch: Any, named: dict[str, Any]) -> Tip:
+        """The tip of a state dict, from its `local_epoch` and the rest of its names.
+
+        Raises:
+            ValueError: if they are no such names.
+        """
+        number = plain_or(epoch)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number == number // 1:
+            raise ValueError(
+                f'["state"]["local_epoch"] of the state dict is {epoch!r:.60}: give the number of an epoch'
+            )
+        lineage, pin = named.get("lineage", self.tip.lineage), plain_or(named.get("pin", 0))
+        samples = plain_or(named.get("samples", number * self._settings.target))
+        try:
+            return msgspec.convert((int(number), lineage, samples, pin), Tip, strict=True)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ValueError(f'["shoal"] of the state dict does not name a state: {error}') from error
+
+    def take_names(self, tip: Tip, named: dict[str, Any]) -> None:
+        """Continue from a tip, and from the line of a state dict."""
         self.line.take_over(line_to(tip, named.get("line", b"")), tip)
         self.tip = tip
 

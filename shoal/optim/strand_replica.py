@@ -395,6 +395,9 @@ class StrandReplica(Replica):
         state = {name: value for name, value in state_dict["state"].items() if name != "local_epoch"}
         ours = dict(state_dict.get("shoal", {}))
         given = {name: value for name, value in state_dict.items() if name != "shoal"} | {"state": state}
+        epoch = state_dict["state"].get("local_epoch")
+        if epoch is not None:
+            epoch = self.tip_of(epoch, ours).epoch
         users, *outer = self._saved_optimizers
         given = before_loading(users, given)
         check_fits(given, self.described_groups, self.strands.model)
@@ -404,7 +407,7 @@ class StrandReplica(Replica):
             check_fits(ours["outer"], self.described_groups, self.strands.model)
             loaded += outer
         self.crew.tell("load state dict")
-        self.load_state_here(given, {**ours, "epoch": state_dict["state"].get("local_epoch")})
+        self.load_state_here(given, {**ours, "epoch": epoch})
         for optimizer in loaded:
             after_loading(optimizer)
 
@@ -434,7 +437,7 @@ class StrandReplica(Replica):
             self.options.refresh()
             self.adopt_statistics()
             if plain["epoch"] is not None:
-                self.take_names(plain["epoch"], plain)
+                self.take_names(self.tip_of(plain["epoch"], plain), plain)
         self.strands.is_ahead = True
         if not (self.strands.rank or self.crew.has_finished):
             self.state_digest = self.digest()

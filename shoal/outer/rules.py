@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,10 +28,11 @@ class OuterRule:
 
     def __post_init__(self) -> None:
         for name, value in (("lr", self.lr), ("momentum", self.momentum)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or not (value > 0 if name == "lr" else 0 <= value < 1):
                 wanted = "a number over 0" if name == "lr" else "a number from 0 to less than 1"
                 raise ValueError(f"shoal.outer.{type(self).__name__}({name}={value!r}): give {wanted}")
+            object.__setattr__(self, name, float(value))  # of numpy's numbers, too
 
     def __call__(self, params: Any) -> ExactSGD:
         return ExactSGD(params, float(self.lr), float(self.momentum), self.nesterov)

@@ -162,3 +162,35 @@ def test_peers_at_one_state_do_not_rest_for_one_that_claims_a_better_one(dhts: l
         first.go_on(4)
         second.go_on(1)
         liar.optimizer.shutdown()
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_batches_of_a_rest_count_for_nothing(dhts: list[shoal.DHT], reuse: bool) -> None:
+    """With `reuse_grad_buffers` autograd adds them to `.grad`, which the user may not clear."""
+
+    def make(dht: shoal.DHT, **options: Any) -> tuple[torch.nn.Module, shoal.Optimizer]:
+        model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = shoal.Optimizer(
+            dht=dht, run_id="reused", params=model.parameters(), optimizer=lambda params: torch.optim.SGD(params, 1.0),
+            target_batch_size=4, batch_size_per_step=4, matchmaking_time=3.0, **options,
+        )  # fmt: skip
+        return model, optimizer
+
+    def step(model: torch.nn.Module, optimizer: shoal.Optimizer) -> int:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if not optimizer.reuse_grad_buffers:
+            optimizer.zero_grad()
+        return optimizer.local_epoch
+
+    ahead = make(dhts[0], **NOBODY_SHARES)
+    while step(*ahead) < 3:
+        pass
+    model, late = make(dhts[1], reuse_grad_buffers=reuse)
+    for _ in range(10):
+        assert step(model, late) == 0
+    ahead[1].shutdown()
+    wait_until(lambda: step(model, late) == 1)
+    assert torch.equal(model.weight, torch.full((1, 4), -1.0)), "one batch, whose gradients are ones"
+    late.shutdown()

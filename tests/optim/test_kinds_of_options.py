@@ -235,3 +235,66 @@ def test_a_round_that_this_peer_itself_cannot_use_is_not_tried_for_ever(
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(errors) == 1
     assert "lr is 7, and 'seven' at this peer" in errors[0]
+
+
+@pytest.mark.parametrize(("own", "wins"), [(torch.tensor(0.3), 0.1), (torch.tensor(1), 0.5)], ids=["float", "whole"])
+def test_a_tensor_that_loses_the_vote_keeps_its_value(own: torch.Tensor, wins: float) -> None:
+    """float32 holds 0.1 inexactly, which was taken for a change by the step; a whole number became 0."""
+    makes: list[Make] = [lambda params, lr=lr: Moded(params, "plain", lr=lr) for lr in (own.clone(), wins, wins)]  # type: ignore[misc]
+    with peers(makes) as made:
+        before = flat(made[1][0])
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(epoch, made))
+        mine = made[0][1].param_groups[0]["lr"]
+        assert isinstance(mine, torch.Tensor)
+        assert torch.equal(mine, own)
+        torch.testing.assert_close(flat(made[0][0]), flat(made[1][0]))
+        assert not torch.equal(flat(made[0][0]), before)
+
+
+def test_nan_is_equal_to_itself(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    nan = np.float64("nan")
+    optimizer = alone(
+        model, target_batch_size=8, optimizer=lambda params: Moded([{"params": params, "note": nan}], "plain")
+    )
+    with caplog.at_level(logging.WARNING, "shoal"):
+        step(model, optimizer)
+    assert "note is" not in caplog.text
+    assert optimizer.param_groups[0]["note"] is nan
+
+
+def test_numbers_of_numpy_in_an_outer_optimizer(alone: Alone) -> None:
+    rule: Any = shoal.outer.Nesterov(lr=np.float32(0.5), momentum=np.float64(0.5))
+    steps, mix = np.int64(2), np.float32(0.5)
+    outer = shoal.DiLoCo(optimizer=rule, inner_steps=steps, mix=mix)  # type: ignore[arg-type]
+    rule = shoal.outer.Nesterov(lr=0.5, momentum=0.5)
+    assert outer == shoal.DiLoCo(optimizer=rule, inner_steps=2, mix=0.5)
+    assert "np." not in outer.term()
+    model = make_model()
+    optimizer = alone(model, outer=outer, optimizer=lambda params: torch.optim.SGD(params, lr=np.float32(0.1)))
+    for _ in range(4):
+        step(model, optimizer)
+    assert optimizer.local_epoch == 2
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"outer": shoal.DiLoCo(inner_steps=1), "target_batch_size": None}], ids=["", "outer"]
+)
+def test_the_epoch_of_a_checkpoint_is_a_whole_number(alone: Alone, mode: dict[str, Any]) -> None:
+    model = make_model()
+    given = {"target_batch_size": 8, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), **mode}
+    optimizer = alone(model, **given)
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    for value in (-1, 1.5, "3", True, 1 << 70, float("inf"), None if mode else object()):
+        if value is None:
+            continue
+        with pytest.raises(ValueError, match=r"local_epoch|does not name a state"):
+            optimizer.load_state_dict(state | {"state": state["state"] | {"local_epoch": value}})
+    for value in (3.0, np.int64(3), np.float32(3), torch.tensor(3)):
+        optimizer.load_state_dict(state | {"state": state["state"] | {"local_epoch": value}})
+        assert optimizer.local_epoch == 3
+        assert type(optimizer.local_epoch) is int
+    step(model, optimizer)
+    assert optimizer.local_epoch == 4

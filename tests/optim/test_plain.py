@@ -91,7 +91,8 @@ def test_values_that_have_a_plain_value(value: Any, wanted: Any) -> None:
     "value",
     [
         object(), print, 1j, np.complex128(1j), torch.tensor(1j), torch.zeros(2), np.zeros(2), torch.float32,
-        Decimal("0.1"), {1, 2}, deque([1]), 1 << 64, "\ud800", np.datetime64("2026-01-01"), [object()], {"a": print},
+        Decimal("0.1"), {1, 2}, deque([1]), 1 << 64, "\ud800", np.datetime64("2026-01-01"), Fraction(10**400),
+        torch.zeros((), device="meta"), [object()], {"a": print},
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

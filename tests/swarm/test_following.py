@@ -18,8 +18,8 @@ def test_who_was_in_the_last_round_follows() -> None:
     peer.participant.move(left)
     peer.participant.advance(Commit(left, b"r" * 16, bytes(32), 1.0, keys(1, 2), members(1, 2)))
     peer.told(key(2), left, 0.0)
-    assert {one.key for one in peer.view.candidates(2)} == {key(1), key(2)}
+    assert {one.key for one in peer.view.candidates(peer.tip)} == {key(1), key(2)}
     peer.told(key(2), TIP, 0.0)
-    assert {one.key for one in peer.view.candidates(2)} == {key(1)}
+    assert {one.key for one in peer.view.candidates(peer.tip)} == {key(1)}
     peer.told(key(2), peer.tip, 0.0)
-    assert {one.key for one in peer.view.candidates(2)} == {key(1), key(2)}
+    assert {one.key for one in peer.view.candidates(peer.tip)} == {key(1), key(2)}

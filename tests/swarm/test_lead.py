@@ -202,7 +202,7 @@ def test_a_late_report_of_this_peer_to_itself_does_not_end_its_being_a_candidate
     report = Progress(peer.tip, 1.0, 1.0)
     peer.move(peer.tip.after(digest("a"), 1.0), 0.0, made=True)
     peer.receive(key(1), report, [], 0.0)
-    assert member(1) in peer.view.candidates(peer.tip.epoch)
+    assert member(1) in peer.view.candidates(peer.tip)
 
 
 def test_a_late_report_of_this_peer_to_itself_is_no_better_state() -> None:

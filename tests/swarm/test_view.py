@@ -22,6 +22,11 @@ def known(*numbers: int, run_id: str = "run", me: Member = ME) -> View:
     return view
 
 
+def at(epoch: int) -> Tip:
+    """A state of that epoch."""
+    return structs.replace(TIP, epoch=epoch)
+
+
 def many(count: int) -> list[Member]:
     return [Member(number.to_bytes(32, "big"), (), Role.CLIENT) for number in range(1, count + 1)]
 
@@ -89,24 +94,24 @@ def test_peers_that_know_alike_agree_on_the_order(numbers: set[int], epoch: int,
     order = [0, *numbers]
     rng.shuffle(order)
     mine, other = known(*numbers), known(*order, me=member(order[0]))
-    assert mine.candidates(epoch) == other.candidates(epoch)
-    assert set(mine.candidates(epoch)) == set(members(0, *numbers))
+    assert mine.candidates(at(epoch)) == other.candidates(at(epoch))
+    assert set(mine.candidates(at(epoch))) == set(members(0, *numbers))
     assert mine.fingerprint() == other.fingerprint()
 
 
 def test_the_work_goes_round() -> None:
     view = known(1, 2, 3)
-    first = [view.candidates(epoch)[0] for epoch in range(40)]
+    first = [view.candidates(at(epoch))[0] for epoch in range(40)]
     assert set(first) == set(members(0, 1, 2, 3))
     assert max(first.count(m) for m in set(first)) < 20
-    assert first != [known(1, 2, 3, run_id="other").candidates(epoch)[0] for epoch in range(40)]
+    assert first != [known(1, 2, 3, run_id="other").candidates(at(epoch))[0] for epoch in range(40)]
 
 
 def test_of_unequal_views_the_larger_keeps_the_order_of_the_smaller() -> None:
     """Who does not know a member skips it: two views differ in who is first only if the first is unknown to one."""
     for epoch in range(20):
-        large = known(1, 2, 3, 4).candidates(epoch)
-        small = known(2, 4).candidates(epoch)
+        large = known(1, 2, 3, 4).candidates(at(epoch))
+        small = known(2, 4).candidates(at(epoch))
         assert small == [m for m in large if m in members(0, 2, 4)]
 
 
@@ -114,10 +119,10 @@ def test_clients_do_not_coordinate_but_for_want_of_anybody() -> None:
     view = known(1)
     view.learn([member(2, Role.CLIENT), member(3, Role.AUXILIARY)])
     for epoch in range(10):
-        assert set(view.candidates(epoch)) == {ME, member(1), member(3, Role.AUXILIARY)}
+        assert set(view.candidates(at(epoch))) == {ME, member(1), member(3, Role.AUXILIARY)}
     client = member(4, Role.CLIENT)
-    assert View("run", client, lambda key: True).candidates(0) == [client]
-    assert known(1, me=client).candidates(0) == [member(1)]
+    assert View("run", client, lambda key: True).candidates(at(0)) == [client]
+    assert known(1, me=client).candidates(at(0)) == [member(1)]
 
 
 def relayed(number: int) -> Member:
@@ -128,13 +133,13 @@ def test_who_is_relayed_coordinates_if_nobody_else_can() -> None:
     view = View("run", relayed(0), lambda key: True)
     view.learn([member(1), relayed(2), member(3)])
     for epoch in range(40):
-        order = view.candidates(epoch)
+        order = view.candidates(at(epoch))
         assert {m.key for m in order[:2]} == set(keys(1, 3))
-        without = known(0, 1, 2, 3).candidates(epoch)
+        without = known(0, 1, 2, 3).candidates(at(epoch))
         assert [m.key for m in order] == sorted((m.key for m in without), key=lambda key: key in keys(0, 2))
     view.lose(key(1))
     view.lose(key(3))
-    assert {view.candidates(epoch)[0].key for epoch in range(40)} == set(keys(0, 2))
+    assert {view.candidates(at(epoch))[0].key for epoch in range(40)} == set(keys(0, 2))
 
 
 def test_a_member_says_that_it_is_reached_in_another_way() -> None:
@@ -143,7 +148,7 @@ def test_a_member_says_that_it_is_reached_in_another_way() -> None:
     assert view.returned(relayed(2))
     assert not view.returned(relayed(2))
     assert view.snapshot() == (relayed(0), member(1), relayed(2))
-    assert view.candidates(3)[0] == member(1)
+    assert view.candidates(at(3))[0] == member(1)
     view.say(member(0))
     assert view.me == member(0)
 
@@ -159,15 +164,15 @@ def test_a_member_that_is_behind_does_not_coordinate_until_it_has_caught_up() ->
     view = known(1, 2)
     assert view.told(key(1), TIP, behind=True)
     assert not view.told(key(1), TIP, behind=True)
-    assert member(1) not in view.candidates(3)
+    assert member(1) not in view.candidates(at(3))
     assert member(1) in view.snapshot(), "it is a member all the same"
     assert view.told(key(1), TIP, behind=False)
     assert not view.told(key(1), TIP, behind=False)
-    assert member(1) in view.candidates(3)
+    assert member(1) in view.candidates(at(3))
     view.told(key(2), TIP, behind=True)
     view.lose(key(2))
     view.returned(member(2))
-    assert member(2) in view.candidates(3), "what was known of it before it was lost is forgotten"
+    assert member(2) in view.candidates(at(3)), "what was known of it before it was lost is forgotten"
 
 
 @pytest.mark.parametrize("other", [(1, 2), (1, 2, 3, 4), (1, 2, 4)])
@@ -185,7 +190,7 @@ def test_who_is_only_mentioned_is_no_member() -> None:
     assert view.hear(key(2), members(2, 3, 4), 0.0) == list(members(3, 4))
     assert view.hear(key(2), members(3, 4), 1.0) == [], "they are being met"
     assert view.fingerprint() == before
-    assert {m.key for m in view.snapshot()} == {m.key for m in view.candidates(0)} == set(keys(0, 2))
+    assert {m.key for m in view.snapshot()} == {m.key for m in view.candidates(at(0))} == set(keys(0, 2))
     view.returned(member(3))
     assert key(3) in view.members
 
@@ -240,3 +245,16 @@ def test_who_leaves_and_comes_back_with_a_state_that_nobody_could_send_is_ignore
     assert asked < 10
     view.told(key(2), ahead, behind=False)
     assert view.best(now) == ahead, "another one that says so is asked"
+
+
+def test_who_claims_a_better_state_that_nobody_could_send_coordinates_nothing() -> None:
+    """Its turns as coordinator would be lost, one after the other."""
+    view = known(1, 2)
+    better = TIP.after(bytes(32), 1e6)
+    view.told(key(1), better, False)
+    assert set(view.candidates(TIP)) == set(members(0, 1, 2)), "this peer downloads that state first"
+    view.ignore(TIP, 0.0)
+    assert set(view.candidates(TIP)) == set(members(0, 2))
+    view.advanced(keys(1, 2), better, better.after(bytes(32), 1.0))
+    view.told(key(1), TIP, False)
+    assert set(view.candidates(TIP)) == set(members(0, 1, 2)), "it is at this state after all"

@@ -84,7 +84,7 @@ class Doubts:
         if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
             deadlines.done(coordinator, Duty.BEGIN)
         given, rules = participant.input, self._rules
-        wait = rules.longest_gathering if rules.target_samples is not None else given.patience if given else 0
+        wait = rules.matchmaking_time if rules.target_samples is not None else given.patience if given else 0
         seconds = {
             Duty.ANSWER: ANSWER_SECONDS,
             Duty.CALL: CALL_SECONDS,

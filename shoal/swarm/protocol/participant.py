@@ -199,7 +199,7 @@ class Participant:
 
     def candidates(self) -> Iterator[Member]:
         """The members that this peer reaches and that may coordinate this tip, best first."""
-        in_order = self.view.candidates(self.tip.epoch)
+        in_order = self.view.candidates(self.tip)
         for excluded in ({*self.deposed, *self._proven}, self._proven, ()):
             able = (m for m in in_order if m.key not in excluded and self.view.reaches(m.key))
             if (first := next(able, None)) is not None:

@@ -68,11 +68,6 @@ class Rules:
     options_fit: Callable[[bytes], bool] = bool
     in_turn: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def longest_gathering(self) -> float:
-        """The longest time in seconds from CALL to BEGIN."""
-        return self.matchmaking_time + self.own_rounds
-
     def target(self, epoch: int, members: int) -> float | None:
         """The number of samples of all members at which the round of that epoch is called; None if the first JOIN calls
         it. `members` is the number of members that are counted on."""

@@ -140,6 +140,10 @@ class _Claim:
     ignored_until: float = float("-inf")
     pause: float = FIRST_PAUSE
 
+    def is_ahead_in_vain(self, tip: Tip) -> bool:
+        """Whether the member says that it holds a state that outranks `tip`, and no member could send that one."""
+        return self.ignored_until > float("-inf") and self.tip.outranks(tip)
+
 
 class View:
     """The members that a peer knows, itself included. Other peers may know other members.
@@ -276,16 +280,16 @@ class View:
         was_behind, claim.tip, claim.said, claim.behind = claim.behind, tip, tip, behind
         return was_behind != behind
 
-    def candidates(self, epoch: int) -> list[Member]:
-        """The members that may coordinate in this epoch, best first. The order changes with each epoch, and all peers
+    def candidates(self, tip: Tip) -> list[Member]:
+        """The members that may coordinate at this tip, best first. The order changes with each epoch, and all peers
         compute the same one.
 
         A candidate can be dialled by others and is, as far as this peer knows, at this peer's state. If there is none,
         this peer is the only candidate. Relayed members come last: they coordinate only if no other member can.
         """
-        behind = {key for key, claim in self._claims.items() if claim.behind}
-        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in behind] or [self.me]
-        prefix = f"{self.run_id}\0{epoch}\0".encode()
+        elsewhere = {key for key, claim in self._claims.items() if claim.behind or claim.is_ahead_in_vain(tip)}
+        able = [m for m in self.members.values() if m.role is not Role.CLIENT and m.key not in elsewhere] or [self.me]
+        prefix = f"{self.run_id}\0{tip.epoch}\0".encode()
         return sorted(able, key=lambda member: (member.reach is Reach.RELAYED, blake3(prefix + member.key).digest()))
 
     # -- which states there are
