@@ -12,6 +12,7 @@ from shoal.dht.storage import LocalStorage
 from shoal.dht.validation import CompositeValidator
 
 MAX_DESCRIBED = 16  # entries of a dictionary whose types are in a message
+MAX_KEY_CHARACTERS = 40  # of an entry's key there
 CLOCK_DIFFERENCE = 60.0  # seconds that another node's clock may be ahead: it may store a record for a whole day
 
 
@@ -100,6 +101,16 @@ class KeptRecords:
 def described(value: object) -> str:
     """The type of a value, for a message; of a dictionary also those of its first entries."""
     if not isinstance(value, dict) or not value:
-        return type(value).__name__
-    entries = [f"{key}: {type(item).__name__}" for key, item in islice(value.items(), MAX_DESCRIBED)]
+        return _type_name(value)
+    entries = [f"{_shown(key)}: {_type_name(item)}" for key, item in islice(value.items(), MAX_DESCRIBED)]
     return f"dict ({', '.join(entries)}{', …' if len(value) > MAX_DESCRIBED else ''})"
+
+
+def _type_name(value: object) -> str:
+    return "list or tuple" if isinstance(value, list) else type(value).__name__  # they are stored alike
+
+
+def _shown(key: object) -> str:
+    text = str(key)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= MAX_KEY_CHARACTERS else f"{text[:MAX_KEY_CHARACTERS]}…"

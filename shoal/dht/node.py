@@ -114,7 +114,7 @@ class DHTNode:
         self._initial_lost = asyncio.Event()
         self._moved: list[Callable[[], None]] = []
         self._stop_listening = [node.on_lost(self._on_lost), node.on_another(self._on_another)]
-        self._mistaken: set[PeerID] = set()  # initial peers at whose addresses another peer has answered
+        self._mistaken: dict[PeerID, PeerID] = {}  # initial peers, and who has answered at their addresses instead
         self._validator = CompositeValidator([SignatureValidator(node.identity), ClosedRunValidator(), *validators])
         self._replication = Replication(self.table, self.storage, num_replicas, republish_period, self._rng)
         self._records = KeptRecords(self.storage, self.cache, self._validator, clock)
@@ -194,8 +194,9 @@ class DHTNode:
 
         From then on, while an initial peer is not connected, this node dials it again every 5 to 60 s. If another peer
         answers at its address, this node logs a warning, once. An address that names this very peer is skipped; if
-        another process with the same identity answers there, both log a warning. Of an address that leads through a
-        relay, the relay becomes the initial peer.
+        another process with the same identity answers there, both log a warning. If an address is that of this very
+        peer and names an earlier identity of it, a warning says so, and another initial peer must answer. Of an address
+        that leads through a relay, the relay becomes the initial peer.
 
         Args:
             initial_peers: addresses that end in /p2p/<peer id>.
@@ -218,11 +219,16 @@ class DHTNode:
         if not self._initial_peers:
             return
         failures = await greet(self._protocol, self._initial_peers, timeout)
+        own = [peer for peer, found in self._mistaken.items() if found == self.peer_id and peer in failures]
+        failures |= dict.fromkeys(own, "it is this peer's own address, with an earlier identity: give that of another")
         if len(failures) == len(self._initial_peers):
             reasons = [
                 f"\n  {address}: {failures[peer]}" for peer, known in self._initial_peers.items() for address in known
             ]
             raise PeerUnreachable(f"none of the initial peers answered:{''.join(reasons)}")
+        for peer in own:  # nobody is missing there
+            del self._initial_peers[peer]
+            self._redial.found(peer)
         self._initial_lost.set()
         await self._meet(self.table.own_id)
 
@@ -442,15 +448,26 @@ class DHTNode:
 
     def _on_another(self, dialled: PeerID, found: PeerID) -> None:
         """Another peer answers than the one that was dialled: log a warning if that one is an initial peer, once."""
-        if dialled in self._initial_peers and dialled not in self._mistaken:
-            self._mistaken.add(dialled)
+        if dialled not in self._initial_peers or dialled in self._mistaken:
+            return
+        self._mistaken[dialled] = found
+        at = " or ".join(map(str, self._initial_peers[dialled]))
+        if found == self.peer_id:
             log.warning(
-                "peer %s answers at an address of another initial peer: %s. If it is the same machine, restarted with "
-                "a new identity, this peer does not find it again, and their run may become two that do not know of "
-                "each other. Start it with DHT(identity_path=…), which keeps its identity, or give its present address "
-                "in initial_peers",
+                "this peer's own address stands in initial_peers with an earlier identity: %s, and this peer is now "
+                "%s. Remove it there, or keep the identity with DHT(identity_path=…)",
+                at,
                 found,
-                ", ".join(map(str, self._initial_peers[dialled])),
+            )
+        else:
+            log.warning(
+                "at %s answers peer %s, and initial_peers names %s there. If it is the same machine, restarted with a "
+                "new identity, this peer does not find it again, and their run may become two that do not know of each "
+                "other. Start it with DHT(identity_path=…), which keeps its identity, or give its present address in "
+                "initial_peers",
+                at,
+                found,
+                dialled,
             )
 
 

@@ -221,6 +221,8 @@ class SchemaValidator(RecordValidator):
         found = [_misfit(value, expected) for expected in expected_types]
         if not all(found):
             return ""
+        if record.subkey != NO_SUBKEY and all(each.endswith("got `object`") for each in found):
+            found = ["there is one value there: give no subkey"]
         rules = " or ".join(each.__name__ if isinstance(each, type) else str(each) for each in expected_types)
         return f"the schema wants {rules}: {'; '.join(found)}"
 
@@ -243,7 +245,7 @@ class BytesWithPublicKey(bytes):
 
 def _custom(expected: type, value: object) -> object:
     if expected is not BytesWithPublicKey or not isinstance(value, bytes) or not owners_in(value):
-        raise ValueError(f"{value!r} is no {expected.__name__}")
+        raise ValueError(f"{value!r:.100} is no {expected.__name__}")
     return BytesWithPublicKey(value)
 
 

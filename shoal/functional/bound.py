@@ -25,6 +25,9 @@ class BoundOptimizer(ABC):
     State dicts are the same for all forms: ``{"state": {index: {name: tensor}}, "options": {name: value}}``, where the
     index is a parameter's place in the list. So each is like one parameter group of a torch.optim state dict. As in
     torch.optim, the tensors are the optimizer's own, and loading copies them.
+
+    A copy (`copy.deepcopy`, pickle) has copies of the parameters. Copied together with their model, it trains the copy
+    of the model.
     """
 
     params: list[Tensor]
@@ -124,6 +127,19 @@ class BoundFunctional(BoundOptimizer):
         self.params = list(params)
         self.state: State = optimizer.init(self.params)
         self._fit = _Fit.of(optimizer, self.params, self.state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "params": self.params, "state": self.state}
+
+    @torch.no_grad()
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """Make the copy's state anew: copied counters would no longer be views of one tensor."""
+        self.optimizer, self.params = kept["optimizer"], kept["params"]
+        self.state = self.optimizer.init(self.params)
+        for name, tensors in self.state.items():
+            for mine, saved in zip(tensors, kept["state"][name], strict=True):
+                mine.copy_(saved)
+        self._fit = _Fit.of(self.optimizer, self.params, self.state)
 
     @torch.no_grad()
     def step(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, List, Optional  # noqa: UP035 - TorchScript reads the annotations of _Scripted
 
 import torch
@@ -86,20 +87,29 @@ class BoundRecipe(BoundOptimizer):
         if hasattr(self._instance, "load_state_dict"):
             self._instance.load_state_dict(state_dict)
         else:
-            entries = state_dict["state"]
-            for index in entries:
-                if index not in range(len(self.params)):
-                    raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
+            state, loaded = self._dict("state"), self._loaded(state_dict["state"])
             self._change(state_dict["options"])
-            state = self._dict("state")
             state.clear()
-            for index, entry in entries.items():
-                state[self.params[index]] = {
-                    name: value.clone() if isinstance(value, Tensor) else torch.tensor(float(value))
-                    for name, value in entry.items()
-                    if value is not None  # as torch has saved a buffer that was not there yet
-                }
+            state.update(loaded)
         self._push()
+
+    def _loaded(self, entries: Mapping[int, Mapping[str, Any]]) -> dict[Tensor, dict[str, Tensor]]:
+        """The state of a state dict. Raises ValueError if it is no state of these parameters."""
+        loaded: dict[Tensor, dict[str, Tensor]] = {}
+        for index, entry in entries.items():
+            if index not in range(len(self.params)):
+                raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
+            mine = loaded[self.params[index]] = {}
+            for name, value in entry.items():
+                if isinstance(value, Tensor):
+                    mine[name] = value.clone()
+                elif isinstance(value, Real):
+                    mine[name] = torch.tensor(float(value))
+                elif value is not None:  # torch has saved None for a buffer that was not there yet
+                    raise ValueError(
+                        f"state {name!r} of parameter {index} is {value!r:.80}, expected a tensor or a number"
+                    )
+        return loaded
 
     @property
     def options(self) -> dict[str, Any]:
@@ -135,6 +145,14 @@ class BoundRecipe(BoundOptimizer):
         if self._module is not None:
             for name in vars(self._instance):
                 setattr(self._instance, name, getattr(self._module.optimizer, name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._pull()
+        return {**vars(self), "_module": None}  # a copy makes its own
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update(kept)
+        self._push()
 
     def _push(self) -> None:
         if self._script:

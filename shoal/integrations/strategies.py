@@ -73,12 +73,12 @@ class Package:
         return OTHERS[self.name]
 
     def refuse(self, callback: object) -> None:
-        """Refuse a callback that does not fit a run, or that is of the other package.
+        """Refuse a callback that does not fit a run, or that is of the other package alone.
 
         Raises:
             ValueError: with the reason.
         """
-        for kind in type(callback).__mro__:
+        for kind in () if isinstance(callback, self.callbacks.Callback) else type(callback).__mro__:
             if kind.__module__.partition(".")[0] == self.other:
                 raise ValueError(
                     f"the callback {type(callback).__name__} is of the package {self.other}, and the Trainer of "

@@ -20,7 +20,7 @@ from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite
 from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
 from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
-from shoal.optim.settings import whole
+from shoal.optim.settings import BATCH, SAMPLES, whole
 from shoal.optim.trainable import check_real
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
@@ -110,7 +110,7 @@ class GradientAverager(DecentralizedAverager):
 
     @local_samples_accumulated.setter
     def local_samples_accumulated(self, samples: float) -> None:
-        self._accumulator.samples = whole(samples)
+        self._accumulator.samples = whole(SAMPLES.check("local_samples_accumulated", samples))
 
     @property
     def local_times_accumulated(self) -> int:
@@ -143,15 +143,14 @@ class GradientAverager(DecentralizedAverager):
             batch_size: the number of samples over which `.grad` is the mean, over 0.
 
         Raises:
-            ValueError: for a batch without samples, or if gradients that are accumulated in `.grad` were cleared.
+            ValueError: for another number of samples, or if gradients that are accumulated in `.grad` were cleared.
         """
-        if not batch_size > 0:
-            raise ValueError(f"batch_size={batch_size!r}: give the number of samples behind the gradients, at least 1")
+        samples = whole(BATCH.check("batch_size", batch_size))
         self._check_held()
         if self._used_in_step and self.warn:
             log.warning("accumulated gradients were averaged and not reset: new gradients are added to them")
             self._used_in_step = False
-        self._accumulator.add(whole(batch_size))
+        self._accumulator.add(samples)
 
     def _check_held(self) -> None:
         if (index := self._accumulator.lost()) is not None:

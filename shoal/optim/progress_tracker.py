@@ -15,7 +15,7 @@ from shoal.dht.dht import DHT
 from shoal.membership.holder import Source
 from shoal.optim.progress import Refresh, RunProgress
 from shoal.optim.run import Run
-from shoal.optim.settings import POSITIVE, Kind, fields_of, whole
+from shoal.optim.settings import EPOCH, POSITIVE, SAMPLES, Kind, fields_of, whole
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.messages import Terms
@@ -163,13 +163,16 @@ class ProgressTracker(RunProgress):
         Raises:
             AveragingError: if the other peers have another `target_batch_size`.
             RuntimeError: if the tracker is not running.
+            ValueError: for another number, with the name of the argument.
         """
         if not self.is_alive():
             raise RuntimeError("this tracker is not running: it was not started, or was shut down")
-        if local_epoch != self.local_progress.epoch:
-            self._begin(int(local_epoch))
+        epoch = EPOCH.check("local_epoch", local_epoch)
+        samples = whole(SAMPLES.check("samples_accumulated", samples_accumulated))
+        if epoch != self.local_progress.epoch:
+            self._begin(epoch)
         try:
-            self.report(whole(samples_accumulated), at_once=not update_global_samples)
+            self.report(samples, at_once=not update_global_samples)
         except Behind as error:
             log.debug("%s", error)
 
@@ -184,10 +187,11 @@ class ProgressTracker(RunProgress):
 
         Raises:
             RuntimeError: if it is not called within `pause_updates`.
+            ValueError: for another number.
         """
         if not self._lock.locked():
             raise RuntimeError("call update_epoch within `with tracker.pause_updates():`")
-        epoch = self.local_progress.epoch + 1 if new_epoch is None else int(new_epoch)
+        epoch = self.local_progress.epoch + 1 if new_epoch is None else EPOCH.check("new_epoch", new_epoch)
         self._begin(epoch)
         return epoch
 

@@ -76,6 +76,8 @@ FRACTION = Kind("a number over 0 and at most 1", NUMBER, lambda number: 0 < numb
 POSITIVE = Kind("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
 WHOLE_SAMPLES = Kind("a whole number of samples, at least 0", int, lambda number: number >= 0)
 SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
+BATCH = Kind("the number of samples behind the gradients, at least 1", NUMBER, lambda number: 0 < number < math.inf)
+EPOCH = Kind("the number of an epoch, at least 0", int, lambda number: 0 <= number < 1 << 63)
 TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
 NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
 COUNT = Kind("a whole number, at least 1", int, lambda number: number >= 1)
@@ -283,7 +285,7 @@ class Settings:
 
 
 def whole(number: float) -> int | float:
-    """The number as an int if it is whole, else as a float. It may be of another library (numpy)."""
+    """A finite number as an int if it is whole, else as a float."""
     return int(number) if number == int(number) else float(number)
 
 

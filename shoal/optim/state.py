@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, bytes_of, pick_kernels
+from shoal.flat import FlatBuffer, Layout, after_loading, before_loading, bytes_of, pick_kernels, without_hooks
 from shoal.flat.allocation import memory_for
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
@@ -744,13 +744,20 @@ class Replica(TrainingState):
         """Load the inner optimizer's state, and the outer optimizer's with the anchor. If the dict has no anchor, the
         anchor becomes the model's parameters."""
         assert self._host is not None
-        drift.inner.load_state_dict(inner)
+        # The hooks of both come before anything changes: one that raises leaves everything as it was.
+        inner = before_loading(drift.inner, inner)
+        outer = before_loading(self.optimizer, ours["outer"]) if "drift" in ours else None
+        with without_hooks(drift.inner):
+            drift.inner.load_state_dict(inner)
+        after_loading(drift.inner)
         if drift.schedule is not None:
             drift.schedule.rewind()
         drift.reset()
         self._host.copy(self._host.memory, self.memory)
-        if "drift" in ours:
-            self.optimizer.load_state_dict(ours["outer"])
+        if outer is not None:
+            with without_hooks(self.optimizer):
+                self.optimizer.load_state_dict(outer)
+            after_loading(self.optimizer)
             drift.load_state_dict(ours["drift"])
 
 

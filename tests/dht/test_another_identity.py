@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 
 import pytest
@@ -26,7 +27,9 @@ def test_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
         old = address.with_peer(before)
         with DHT([old, *other.get_visible_maddrs()], start=True) as dht:
             [line] = warned(caplog)
-            assert line.startswith(f"peer {restarted.peer_id} answers at an address of another initial peer: {old}. ")
+            assert line.startswith(
+                f"at {old} answers peer {restarted.peer_id}, and initial_peers names {before} there. "
+            )
             assert "DHT(identity_path=…)" in line
             assert "initial_peers" in line
             with contextlib.suppress(PeerUnreachable):
@@ -69,3 +72,23 @@ def test_addresses_of_others_are_nobodys_business(caplog: pytest.LogCaptureFixtu
 
         assert f"it is peer {other.peer_id}" in dht.run_coroutine(dial)
         assert warned(caplog) == []
+
+
+def test_of_this_very_peer(caplog: pytest.LogCaptureFixture) -> None:
+    """All peers have one list of initial peers, and this one has lost its identity."""
+    before = Identity().peer_id
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+    old = f"{host}/p2p/{before}"
+    with DHT(start=True) as other, DHT([old, *other.get_visible_maddrs()], host_maddrs=[host], start=True) as dht:
+        [line] = warned(caplog)
+        assert line.startswith("this peer's own address stands in initial_peers with an earlier identity: " + old)
+        assert f"this peer is now {dht.peer_id}. Remove it there, or keep the identity with DHT(identity_" in line
+        assert dht.run_coroutine(_initial_peers) == {other.peer_id}, "nobody is missing there"
+    with pytest.raises(PeerUnreachable, match=f"{old}: it is this peer's own address, with an earlier identity"):
+        DHT([old], host_maddrs=[host], start=True)
+
+
+async def _initial_peers(_: DHT, node: dht_node.DHTNode) -> set[object]:
+    return set(node._initial_peers)

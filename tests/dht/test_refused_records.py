@@ -83,6 +83,27 @@ def test_two_types_of_a_key_are_both_named(caplog: pytest.LogCaptureFixture) -> 
     assert "the schema wants int or str: Expected `int`, got `float`; Expected `str`, got `float`" in line
 
 
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (str, "the schema wants str: there is one value there: give no subkey"),
+        (list[str], "the schema wants list[str]: there is one value there: give no subkey"),
+        (dict[str, int], "the schema wants dict[str, int]: Expected `int`, got `object` - at"),
+    ],
+)
+def test_a_subkey_where_the_schema_has_one_value(caplog: pytest.LogCaptureFixture, wanted: Any, said: str) -> None:
+    [line] = told(caplog, [SchemaValidator({"run_metrics": wanted})], {"a": "x"}, subkey="me")
+    assert said in line
+
+
+def test_keys_of_dictionaries_are_short_and_printable(caplog: pytest.LogCaptureFixture) -> None:
+    value = {"k" * 1000: (1,), "a\nERROR forged \x1b[2J": 1, 3: 2.0, b"\xff\n": None}
+    [line] = told(caplog, [SchemaValidator({"run_metrics": int})], value)
+    assert f"value of type dict ({'k' * 40}…: list or tuple, 'a\\nERROR forged \\x1b[2J': int, 3: float, b'" in line
+    assert line.isprintable()
+    assert len(line) < 400
+
+
 @pytest.mark.parametrize("size", [1, 100])
 def test_of_a_record_of_another_peer(caplog: pytest.LogCaptureFixture, size: int) -> None:
     other = Identity(bytes([1]) * 32).peer_id
@@ -93,4 +114,4 @@ def test_of_a_record_of_another_peer(caplog: pytest.LogCaptureFixture, size: int
 
 def test_of_a_closed_run(caplog: pytest.LogCaptureFixture) -> None:
     [line] = told(caplog, [], ("me", ""), key=f"{OwnerKey('mine').run.run_id}/members", own=True)
-    assert "value of type list: the run is closed" in line
+    assert "value of type list or tuple: the run is closed" in line

@@ -143,6 +143,13 @@ def test_a_callback_of_the_other_package_is_refused(fit: Fit, package: str, kind
         fit(package, callbacks=[kinds[kind]()])
 
 
+@both
+def test_a_callback_for_both_packages_is_a_callback(fit: Fit, package: str) -> None:
+    kinds = [import_module(f"{name}.callbacks").Callback for name in PACKAGES.values()]
+    for bases in (kinds, kinds[::-1]):
+        getattr(shoal.integrations, package).SwarmStrategy.package.refuse(type("Both", tuple(bases), {})())
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

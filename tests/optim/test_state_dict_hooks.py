@@ -152,6 +152,30 @@ def test_an_error_in_a_hook_comes_before_anything_changes(alone: Alone, mode: st
     assert optimizer.local_epoch == 2
 
 
+@pytest.mark.parametrize("of", ["shoal", "inner", "outer"])
+@pytest.mark.parametrize("mode", ["outer", "strands with outer"])
+def test_nor_with_an_outer_optimizer(alone: Alone, mode: str, of: str) -> None:
+    optimizer = made(alone, model := make_model(), **MODES[mode])
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer)
+    train(model, optimizer)
+
+    def refuse(*_: Any) -> None:
+        raise LookupError("not this one")
+
+    before = [copy.deepcopy(optimizer.state_dict()), [parameter.detach().clone() for parameter in model.parameters()]]
+    hooked = {"shoal": optimizer, "inner": optimizer.optimizer, "outer": optimizer.outer_optimizer}[of]
+    assert hooked is not None
+    hook = hooked.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(LookupError):
+        optimizer.load_state_dict(state)
+    hook.remove()
+    torch.testing.assert_close([optimizer.state_dict(), list(model.parameters())], before, rtol=0, atol=0)
+    optimizer.load_state_dict(state)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+
+
 def test_of_a_strand_state_each_rank_calls_its_own(alone: Alone, tmp_path: Path) -> None:
     """Saving by torch.distributed.checkpoint asks for the state once, and loading once before it loads."""
     called: list[str] = []

@@ -98,3 +98,33 @@ def test_of_a_gradient_averager(dht: shoal.DHT, samples: Any) -> None:
     assert (averager.local_samples_accumulated, type(averager.local_samples_accumulated)) == (8, int)
     averager.local_samples_accumulated = samples
     assert types_of(averager, "local_samples_accumulated", "local_times_accumulated") == {int}
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "3", -1, None, True])
+def test_what_is_no_number_of_samples_is_refused_by_name(dht: shoal.DHT, wrong: Any) -> None:
+    tracker = shoal.ProgressTracker(dht, f"wrong {wrong}", 100)
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    averager = shoal.GradientAverager([parameter], dht=dht, prefix=f"wrong {wrong}", start=False)
+    try:
+        tracker.report_local_progress(0, 3)
+        with pytest.raises(ValueError, match=r"^samples_accumulated=.*: give a number of samples, at least 0"):
+            tracker.report_local_progress(1, wrong)
+        with pytest.raises(ValueError, match=r"^local_epoch=.*: give the number of an epoch"):
+            tracker.report_local_progress(wrong, 3)
+        if wrong is not None:
+            with (
+                tracker.pause_updates(),
+                pytest.raises(ValueError, match=r"^new_epoch=.*: give the number of an epoch"),
+            ):
+                tracker.update_epoch(wrong)
+        assert (tracker.local_progress.epoch, tracker.local_progress.samples_accumulated) == (0, 3)
+    finally:
+        tracker.shutdown()
+    with pytest.raises(
+        ValueError, match=r"^batch_size=.*: give the number of samples behind the gradients, at least 1"
+    ):
+        averager.accumulate_grads_(wrong)
+    with pytest.raises(ValueError, match=r"^local_samples_accumulated=.*: give a number of samples"):
+        averager.local_samples_accumulated = wrong
+    assert (averager.local_samples_accumulated, averager.local_times_accumulated) == (0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import time
 from typing import Any
 
@@ -221,11 +222,20 @@ def the_optimizer_keeps_something_odd(scene: Scene) -> None:
     scene.optimizer(scene.another_dht(), **options).step(batch_size=8)
 
 
-@provokes("peer … answers at an address of another initial peer: …")
+@provokes("at … answers peer …, and initial_peers names … there")
 def an_initial_peer_was_restarted_with_a_new_identity(scene: Scene) -> None:
     [address] = scene.dht.get_visible_maddrs()
     old = address.with_peer(Identity().peer_id)
     scene.ends.enter_context(shoal.DHT([old, address], start=True))
+
+
+@provokes("this peer's own address stands in initial_peers with an earlier identity: …")
+def this_peer_was_restarted_with_a_new_identity(scene: Scene) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        own = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+    initial = [f"{own}/p2p/{Identity().peer_id}", *scene.dht.get_visible_maddrs()]
+    scene.ends.enter_context(shoal.DHT(initial, host_maddrs=[own], start=True))
 
 
 @provokes("… could not refresh its record in the DHT")
