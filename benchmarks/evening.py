@@ -35,8 +35,13 @@ HOMES = {"anna": "cone", "ben": "cone", "carla": "symmetric"}
 NODE, PORT = 0, 31337
 ROUND = re.compile(
     r"^epoch (\d+): .* of (\d+) peers?, round ([\d.]+) s .*all-reduce ([\d.]+) s\), "
-    r"([\d.]+) MB sent, ([\d.]+) MB received, state (\w+)"
+    r"([\d.]+ \w+) sent, ([\d.]+ \w+) received, state (\w+)"
 )
+
+
+def _megabytes(size: str) -> float:
+    number, unit = size.split()
+    return float(number) * {"B": 1e-6, "kB": 1e-3, "MB": 1.0}[unit]
 
 
 @dataclass
@@ -160,7 +165,7 @@ def rounds_of(somebody: Somebody) -> list[dict[str, Any]]:
     return [
         {
             "epoch": int(one[1]), "peers": int(one[2]), "round": float(one[3]), "all_reduce": float(one[4]),
-            "sent": float(one[5]), "received": float(one[6]), "state": one[7],
+            "sent": _megabytes(one[5]), "received": _megabytes(one[6]), "state": one[7],
         }
         for one in found
     ]  # fmt: skip

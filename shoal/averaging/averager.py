@@ -29,7 +29,7 @@ from shoal.averaging.runs import Runs, next_bits
 from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
-from shoal.flat import FlatBuffer, Layout
+from shoal.flat import MADE_IN_INFERENCE, FlatBuffer, Layout, neutral
 from shoal.flat.allocation import memory_for
 from shoal.membership.holder import Source
 from shoal.p2p.identity import PeerID
@@ -137,10 +137,11 @@ class DecentralizedAverager:
             fetches its result; otherwise it joins the next round.
 
     Raises:
-        ValueError: if a tensor is not of floating point or shares memory with another, if an option is out of range,
-            or if options contradict each other.
+        ValueError: if a tensor is not of floating point, was made within `torch.inference_mode()` or shares memory with
+            another, if an option is out of range, or if options contradict each other.
     """
 
+    @neutral
     def __init__(
         self,
         averaged_tensors: Sequence[torch.Tensor],
@@ -193,6 +194,8 @@ class DecentralizedAverager:
             if not dtype.is_floating_point:
                 pairs = "; average a real tensor of pairs (torch.view_as_real)" if dtype.is_complex else ""
                 raise ValueError(f"averaged_tensors[{index}] is of {dtype}: only floating point can be averaged{pairs}")
+            if averaged_tensors[index].is_inference():
+                raise ValueError(f"averaged_tensors[{index}] is {MADE_IN_INFERENCE}")
         self.set_group_bits(initial_group_bits)
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
@@ -709,6 +712,7 @@ class DecentralizedAverager:
 
     # -- state
 
+    @neutral
     def get_current_state(self) -> tuple[Any, ...]:
         """The state that other peers get from `load_state_from_peers`. Subclasses may override it.
 
@@ -724,6 +728,7 @@ class DecentralizedAverager:
     def load_state_from_peers(self, wait: Literal[True] = True, timeout: float | None = None) -> State | None: ...
     @overload
     def load_state_from_peers(self, wait: Literal[False], timeout: float | None = None) -> Future[State | None]: ...
+    @neutral
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None
     ) -> State | Future[State | None] | None:

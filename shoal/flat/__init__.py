@@ -27,11 +27,13 @@ from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
+from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, neutral, neutral_modes, users_modes
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.span import Span
 from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
 
 __all__ = [
+    "MADE_IN_INFERENCE",
     "BufferSpec",
     "ContiguousParams",
     "FlatBuffer",
@@ -42,6 +44,7 @@ __all__ = [
     "TensorEntry",
     "after_loading",
     "after_saving",
+    "are_neutral",
     "before_loading",
     "before_saving",
     "bytes_of",
@@ -51,8 +54,11 @@ __all__ = [
     "is_per_tensor",
     "living_modules",
     "needs_sparse_gradients",
+    "neutral",
+    "neutral_modes",
     "own_storage",
     "pick_kernels",
     "tensor_from",
+    "users_modes",
     "without_hooks",
 ]

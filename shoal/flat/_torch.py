@@ -14,6 +14,7 @@ comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and l
 | ``Module._parameters``, ``Module._buffers`` | the places in which modules hold tensors, to see who replaces one | 2.0 or before | no replacement is found in that place |
 | ``RNNBase._flat_weights``, ``RNNBase._flat_weights_names`` | the list that recurrent modules compute with | 2.0 or before | AttributeError for recurrent modules |
 | ``Optimizer._optimizer_state_dict_pre_hooks``, ``Optimizer._optimizer_state_dict_post_hooks``, ``Optimizer._optimizer_load_state_dict_pre_hooks``, ``Optimizer._optimizer_load_state_dict_post_hooks`` | the hooks that users have registered for state dicts | 2.4, not in 2.0 | such hooks are not called |
+| ``torch._C._len_torch_function_stack``, ``torch._C._pop_torch_function_stack``, ``torch._C._push_on_torch_function_stack``, ``torch._C._len_torch_dispatch_stack``, ``torch._C._pop_torch_dispatch_stack``, ``torch._C._push_on_torch_dispatch_stack``, ``torch._C._is_any_autocast_enabled`` | the modes (default devices, fake tensors, autocast) in which a user calls Shoal | 2.0 or before | importing the room raises AttributeError |
 | ``Module._load_from_state_dict`` | the frame by which a registration is known to come from `load_state_dict` | 2.0 or before | ``assign=True`` replaces parameters, which `assert_buffer_is_valid` tells |
 """  # noqa: E501  # a table has no other way to break its lines
 
@@ -43,6 +44,27 @@ set_grad_slot: Callable[[Tensor, Tensor | None], None] = vars(torch._C.TensorBas
 
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """To be called within a backward pass: registers a function to call when the whole pass is done."""
+
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether this thread is in `torch.autocast`, for any type of device."""
+
+count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of modes that change torch's functions, which this thread is in."""
+
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+"""Leaves the innermost of these modes, and returns it."""
+
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+"""Enters such a mode."""
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of modes that change torch's operators, which this thread is in."""
+
+pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
+"""Leaves the innermost of these modes, and returns it. The argument None stands for any kind of mode."""
+
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+"""Enters such a mode."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How many times a tensor was written to."""

@@ -19,6 +19,7 @@ from shoal.flat.given import Given
 from shoal.flat.gradient_views import LARGE, GradientViews, home_of
 from shoal.flat.layout import Layout
 from shoal.flat.memory_views import own_storage
+from shoal.flat.modes import MADE_IN_INFERENCE, neutral
 from shoal.flat.replacement import Places
 
 _address_of = Tensor.data_ptr
@@ -56,11 +57,12 @@ class ContiguousParams:
 
     Raises:
         TypeError: if something that should be a parameter is not a tensor.
-        ValueError: if there are no parameters; if one is in two groups, is no leaf, is on the meta device, belongs to a
-            lazy module that has not run yet, or is sparse or of a tensor subclass such as DTensor; or if two share
-            memory. Nothing is changed then.
+        ValueError: if there are no parameters; if one is in two groups, is no leaf, is on the meta device, was made
+            within `torch.inference_mode()`, belongs to a lazy module that has not run yet, or is sparse or of a tensor
+            subclass such as DTensor; or if two share memory. Nothing is changed then.
     """
 
+    @neutral
     def __init__(self, parameters: nn.Module | Iterable[Any]) -> None:
         self._given = given = Given.of(parameters)
         self._parameters = given.parameters
@@ -139,6 +141,7 @@ class ContiguousParams:
             "operations keep it there). make_params_contiguous() copies it back"
         )
 
+    @neutral
     def make_params_contiguous(self) -> None:
         """Moves parameters and gradients that have left flat memory back into it, with their present values.
 
@@ -158,6 +161,7 @@ class ContiguousParams:
                 view.data = memory
         self._point_at_memory()
 
+    @neutral
     def original_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict that `optimizer` would have if it had been made with :meth:`original`.
 
@@ -174,6 +178,7 @@ class ContiguousParams:
         """
         return optimizer_state.original_state_dict(optimizer)
 
+    @neutral
     def load_original_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads the state dict of an optimizer that was made with :meth:`original`, or without Shoal.
 
@@ -249,6 +254,8 @@ def _check(given: Given, index: int) -> None:
             "before you make its ContiguousParams"
         )
     label = given.label(index)
+    if parameter.is_inference():
+        raise ValueError(f"{label} is {MADE_IN_INFERENCE}")
     if not parameter.is_leaf:
         raise ValueError(f"{label} is not a leaf: optimizers train leaves only")
     if type(parameter.detach()) is not Tensor:

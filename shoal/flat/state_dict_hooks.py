@@ -13,16 +13,19 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.flat._torch import LOAD_HOOKS, SAVE_HOOKS, hooks_of, set_hooks
+from shoal.flat.modes import users_modes
 
 StateDict = dict[str, Any]
 
 
+@users_modes()
 def before_saving(optimizer: Optimizer) -> None:
     """Calls the hooks that come before ``optimizer.state_dict()``."""
     for hook in hooks_of(optimizer, SAVE_HOOKS[0]):
         hook(optimizer)
 
 
+@users_modes()
 def after_saving(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Calls the hooks that come after ``optimizer.state_dict()``. Returns the state dict as they leave it."""
     for hook in hooks_of(optimizer, SAVE_HOOKS[1]):
@@ -31,6 +34,7 @@ def after_saving(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     return state_dict
 
 
+@users_modes()
 def before_loading(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Calls the hooks that come before ``optimizer.load_state_dict(state_dict)``. Returns the state dict to load."""
     state_dict = state_dict.copy()
@@ -40,6 +44,7 @@ def before_loading(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     return state_dict
 
 
+@users_modes()
 def after_loading(optimizer: Optimizer) -> None:
     """Calls the hooks that come after ``optimizer.load_state_dict(…)``."""
     for hook in hooks_of(optimizer, LOAD_HOOKS[1]):

@@ -20,6 +20,7 @@ from shoal.flat._torch import compiler_is_near
 from shoal.flat.elementwise import PER_ELEMENT, check_class
 from shoal.flat.flat_parameter import FlatParameter, Presence
 from shoal.flat.kernels import pick_kernel, unpick_kernel
+from shoal.flat.modes import neutral_modes
 from shoal.flat.optimizer_state import use_parts
 from shoal.flat.stand_in import can_stand_in, fill, stand_in
 
@@ -97,10 +98,11 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter], double: Optimizer 
     """
     seen = [flat.presence() for flat in flats]
     if not isinstance(optimizer, LBFGS) and (Presence.SOME in seen or any(flat.parts for flat in flats)):
-        for flat, presence in zip(flats, seen, strict=True):
-            if presence is Presence.SOME and not flat.parts:
-                flat.split_by_presence()
-        use_parts(optimizer)
+        with neutral_modes():  # parts outlive the step
+            for flat, presence in zip(flats, seen, strict=True):
+                if presence is Presence.SOME and not flat.parts:
+                    flat.split_by_presence()
+            use_parts(optimizer)
         flats = flat_parameters(optimizer)
         seen = [flat.presence() for flat in flats]
     if isinstance(optimizer, SGD):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shoal.flat.modes import neutral
 from shoal.functional._torch import foreach_div_
 from shoal.functional.kernels import SMALL, Kernel, advance, take_back
 from shoal.functional.memory_order import alike, by_place, unalike_rows
@@ -156,6 +157,7 @@ class FunctionalOptimizer(ABC):
             return Kernel.FOREACH if small and self.foreach_on_cpu else Kernel.LOOP
         return Kernel.FOREACH
 
+    @neutral
     @torch.no_grad()
     def init(self, params: Sequence[Tensor]) -> State:
         """The initial state: for each name of `state_layout`, one tensor per parameter, in the parameters' order.

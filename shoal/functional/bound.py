@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.flat.modes import neutral
 from shoal.functional._torch import TensorGuards, base_of, guards_of
 from shoal.functional.base import FunctionalOptimizer, State
 from shoal.functional.kernels import Kernel
@@ -122,6 +123,7 @@ class BoundFunctional(BoundOptimizer):
         state: one tensor per parameter, by name.
     """
 
+    @neutral
     def __init__(self, optimizer: FunctionalOptimizer, params: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
         self.params = list(params)
@@ -163,6 +165,7 @@ class BoundFunctional(BoundOptimizer):
         state = {index: kept for index, entry in enumerate(entries) if (kept := self.optimizer.reduce(entry))}
         return {"state": state, "options": self.options}
 
+    @neutral
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         optimizer = self._with(state_dict["options"])
         self.state = self._loaded(optimizer, state_dict["state"])
@@ -195,6 +198,7 @@ class BoundFunctional(BoundOptimizer):
                 raise ValueError(f"{type(self.optimizer).__name__} has no option {name!r}; it has {', '.join(known)}")
         return replace(self.optimizer, **options)  # type: ignore[type-var]
 
+    @neutral
     @torch.no_grad()
     def _loaded(self, optimizer: FunctionalOptimizer, entries: Mapping[int, Mapping[str, Tensor | None]]) -> State:
         for index in entries:

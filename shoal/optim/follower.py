@@ -18,7 +18,7 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
-from shoal.flat import after_loading, after_saving, before_loading, before_saving
+from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral, users_modes
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
@@ -53,6 +53,7 @@ class Follower(torch.optim.Optimizer):
         TypeError: if `dht` is missing where ranks carry strands.
     """
 
+    @neutral
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
         with told_to_all(cluster.group):
             dht, client_mode = given["dht"], given["client_mode"]
@@ -127,6 +128,7 @@ class Follower(torch.optim.Optimizer):
         replica.give()
         return lambda: groups_of_model(inner, whole) if has_pieces else inner.param_groups, inner.defaults
 
+    @neutral
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks. `collect` makes the collectives that precede what rank 0 does."""
         if not self._trainer.acquire(blocking=False):
@@ -177,6 +179,7 @@ class Follower(torch.optim.Optimizer):
                 self._call(Report(call, error=f"{type(error).__name__}: {error}"[:4096]))
             raise
 
+    @neutral
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -194,7 +197,7 @@ class Follower(torch.optim.Optimizer):
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             loss = None
             if closure is not None:
-                with torch.enable_grad():
+                with users_modes(), torch.enable_grad():
                     loss = closure()
         digest = self._whole.digest() if batch_size and not self._compared else b""
         gradients = self._whole.gradients
@@ -215,6 +218,7 @@ class Follower(torch.optim.Optimizer):
         """See `shoal.Optimizer.load_kept_state`. Only rank 0 reads the file."""
         self._call(Report("load_kept_state"))
 
+    @neutral
     def state_dict(self) -> dict[str, Any]:
         """A dict with only the epoch: rank 0 has the state of the whole cluster, saves it for all, and calls its hooks.
         If ranks carry strands, or in a mode in which rounds or steps run in the background, all ranks make this call at
@@ -225,6 +229,7 @@ class Follower(torch.optim.Optimizer):
             self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
+    @neutral
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `shoal.Optimizer.load_state_dict`. Rank 0 loads the state and sends the parameters. With `strands=1`,
         after all ranks have left the cluster, this rank takes the epoch from its own `state_dict`."""

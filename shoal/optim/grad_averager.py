@@ -17,11 +17,11 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.flat import FlatBuffer, Layout, is_finite
+from shoal.flat import FlatBuffer, Layout, is_finite, neutral, neutral_modes
 from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
 from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
 from shoal.optim.settings import BATCH, SAMPLES, whole
-from shoal.optim.trainable import check_real
+from shoal.optim.trainable import check_real, check_writable
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,12 @@ class GradientAverager(DecentralizedAverager):
         warn: as given.
 
     Raises:
-        ValueError: if a parameter is complex, if `averaged_grads` do not fit the parameters, if `accumulate_grads_on`
-            is given with `reuse_grad_buffers`, and as `DecentralizedAverager`.
+        ValueError: if a parameter is complex or was made within `torch.inference_mode()`, if `averaged_grads` do not
+            fit the parameters, if `accumulate_grads_on` is given with `reuse_grad_buffers`, and as
+            `DecentralizedAverager`.
     """
 
+    @neutral
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
@@ -83,6 +85,7 @@ class GradientAverager(DecentralizedAverager):
     ) -> None:
         self.parameters = tuple(parameters)
         check_real(self.parameters)
+        check_writable(self.parameters)
         self.reuse_grad_buffers, self.warn = reuse_grad_buffers, warn
         if reuse_grad_buffers and accumulate_grads_on is not None:
             raise ValueError("accumulate_grads_on= has no meaning with reuse_grad_buffers=True, which has .grad only")
@@ -134,6 +137,7 @@ class GradientAverager(DecentralizedAverager):
                 parameter.grad = parameter.grad.to_dense()
             yield parameter.grad
 
+    @neutral
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
         """Add the parameters' `.grad` to the accumulated gradients. With `reuse_grad_buffers`, autograd has added them
@@ -161,6 +165,7 @@ class GradientAverager(DecentralizedAverager):
         """Whether no element of the accumulated gradients is NaN or infinite."""
         return all(is_finite(gradient) for gradient in self._grad_accumulators())
 
+    @neutral
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
         """Write the mean of the accumulated gradients where the next round reads it.
@@ -175,6 +180,7 @@ class GradientAverager(DecentralizedAverager):
             foreach_copy_(list(averaged), list(self._grad_accumulators()))
             foreach_mul_(list(averaged), 1.0 / count if count else 0.0)
 
+    @neutral
     @torch.no_grad()
     def reset_accumulated_grads_(self) -> None:
         """Drop the accumulated gradients and the count of samples. With `reuse_grad_buffers` this sets `.grad` to
@@ -284,8 +290,9 @@ class GradientAverager(DecentralizedAverager):
         """
         self._unused_result = False
         with self.get_tensors() as averaged:
-            pairs = zip(averaged, self.parameters, strict=True)
-            with in_grad(self.parameters, [average.to(parameter) for average, parameter in pairs]):
+            with neutral_modes():
+                mine = [average.to(parameter) for average, parameter in zip(averaged, self.parameters, strict=True)]
+            with in_grad(self.parameters, mine):
                 yield averaged
 
     # -- saved and loaded

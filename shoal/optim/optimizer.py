@@ -16,7 +16,16 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import told_to_all
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
-from shoal.flat import after_loading, after_saving, before_loading, before_saving
+from shoal.flat import (
+    after_loading,
+    after_saving,
+    are_neutral,
+    before_loading,
+    before_saving,
+    neutral,
+    neutral_modes,
+    users_modes,
+)
 from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules
@@ -50,6 +59,7 @@ from shoal.optim.settings import (
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
 from shoal.optim.strand_replica import StrandReplica, groups_of_model
+from shoal.optim.trainable import check_writable
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
@@ -211,6 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         ClusterError: if a rank of the cluster is lost, or if rank 0 raises an error.
     """
 
+    @neutral
     def __init__(
         self,
         *,
@@ -270,13 +281,14 @@ class Optimizer(torch.optim.Optimizer):
             if verbose:
                 _show_what_happens()
             admit_to(lambda: dht.node, run_id, membership)
+            extras = list(extra_tensors)
+            check_writable(extras, "extra tensor")
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = settings.target_batch_size, settings.batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
-        extras = list(extra_tensors)
         self._speaker: Speaker | None = None
         self._ranks = 1  # the number of ranks of this peer
         if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
@@ -481,7 +493,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._look()
                 samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
                 if closure is not None:  # before this rank waits for the others, whose closures take as long
-                    with torch.enable_grad():
+                    with users_modes(), torch.enable_grad():
                         losses.append(closure())
                 return samples
 
@@ -514,7 +526,7 @@ class Optimizer(torch.optim.Optimizer):
         self._epoch.take_result(wait=False)
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with users_modes(), torch.enable_grad():
                 loss = closure()
         self._epoch.advance(batch_size, grad_scaler)
         return loss
@@ -737,7 +749,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _in_trainer(self, method: str) -> Iterator[None]:
-        """Within, no other thread may call a method that is for the trainer.
+        """Within, no other thread may call a method that is for the trainer, and torch is in none of the user's modes.
 
         Raises:
             RuntimeError: if another thread is in one.
@@ -745,7 +757,11 @@ class Optimizer(torch.optim.Optimizer):
         if not self._trainer.acquire(blocking=False):
             raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
         try:
-            yield
+            if are_neutral():  # of a step, a context manager would take 5 %
+                yield
+            else:
+                with neutral_modes():
+                    yield
         finally:
             self._trainer.release()
 
@@ -779,7 +795,8 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
             log.info("%s", event, extra=fields_of_event(event))
         if self.on_event is not None:
-            self.on_event(event)
+            with users_modes():
+                self.on_event(event)
 
     def finish(self) -> None:
         """Leave the run at the end of training, when all peers end at the same epoch.
@@ -816,6 +833,7 @@ class Optimizer(torch.optim.Optimizer):
         served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
         self._run.wait_for_those_behind(*timeouts, served_at)
 
+    @neutral
     def shutdown(self) -> None:
         """Leave the run now. The parameters and the DHT stay usable. A round in the background ends without a result.
         A step in the background is applied when it is done; this call waits for it, at most for `shutdown_timeout`.

@@ -15,7 +15,7 @@ import torch
 from shoal.averaging.control import Hold, StepControl
 from shoal.averaging.exchange import Vector, plan_of
 from shoal.dht.dht import DHT
-from shoal.flat import Layout
+from shoal.flat import Layout, neutral
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.settings import COUNT
 from shoal.optim.state import hash_of
@@ -57,6 +57,7 @@ class PowerSGDGradientAverager(GradientAverager):
         ValueError: as `GradientAverager`, or if `averager_rank` is less than 1.
     """
 
+    @neutral
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
@@ -110,6 +111,7 @@ class PowerSGDGradientAverager(GradientAverager):
         own = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
         return super().agreed_options() | own
 
+    @neutral
     def state_dict(self) -> dict[str, Any]:
         """What this averager carries from one step to the next. This call waits for a step that is under way.
 
@@ -120,6 +122,7 @@ class PowerSGDGradientAverager(GradientAverager):
         with self.lock_averaged_tensors:
             return {"q": list(self._qs), "errors": list(self._errors)}
 
+    @neutral
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; with {}, as if no step had been made. Peers that continue from
         different steps have different Qs. They then begin with new Qs, as they do when a newcomer joins.

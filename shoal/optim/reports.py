@@ -44,8 +44,8 @@ class EpochReport:
         return (
             f"epoch {self.epoch}: {self.samples:g} samples of {_peers(self.num_peers)}, "
             f"round {self.round_seconds:.3f} s (matchmaking {self.matchmaking_seconds:.3f} s, "
-            f"all-reduce {self.allreduce_seconds:.3f} s), {self.bytes_sent / 1e6:.1f} MB sent, "
-            f"{self.bytes_received / 1e6:.1f} MB received, state {self.state_digest[:8]}, tip {self.tip}"
+            f"all-reduce {self.allreduce_seconds:.3f} s), {_size(self.bytes_sent)} sent, "
+            f"{_size(self.bytes_received)} received, state {self.state_digest[:8]}, tip {self.tip}"
         )
 
 
@@ -69,7 +69,7 @@ class DownloadReport:
 
     def __str__(self) -> str:
         return (
-            f"downloaded the state of epoch {self.epoch} from {_peers(self.donors)}: {self.bytes / 1e6:.1f} MB in "
+            f"downloaded the state of epoch {self.epoch} from {_peers(self.donors)}: {_size(self.bytes)} in "
             f"{self.seconds:.2f} s, state {self.state_digest[:8]}"
         )
 
@@ -108,6 +108,13 @@ class ForkReport:
         if self.stays:
             return f"the run has forked: this peer stays at {mine}; the other side is at {other}: {self.reason}"
         return f"the run has forked: this peer has left {mine}, which is {self.kept}, for {other}: {self.reason}"
+
+
+def _size(count: int) -> str:
+    """A number of bytes as people read it: small models send a few kB."""
+    if count < 1e6:
+        return f"{count / 1e3:.1f} kB" if count >= 1e3 else f"{count} B"
+    return f"{count / 1e6:.1f} MB"
 
 
 def _peers(count: int) -> str:

@@ -20,7 +20,7 @@ from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.plain import plain_or
-from shoal.optim.trainable import check_dense, check_real
+from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.sharding.cut import cut_already
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -371,8 +371,8 @@ def make_trained(
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure or sparse
-            gradients that it does not get, if a parameter is complex, or if `scheduler` is not a scheduler of this
-            optimizer. The parameters are where they were then.
+            gradients that it does not get, if a parameter is complex or was made within `inference_mode`, or if
+            `scheduler` is not a scheduler of this optimizer. The parameters are where they were then.
     """
     host: HostCopy | None = None
     if on_host:
@@ -385,7 +385,9 @@ def make_trained(
     made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
     own = [parameter for group in made.param_groups for parameter in group["params"]]
     names = [name for group in made.param_groups for name in group.get("param_names", ())]
-    check_real(own if host is None else host.model, names=names)
+    model = own if host is None else host.model
+    check_real(model, names=names)
+    check_writable(model, names=names)
     if steps_average:
         check_dense(made, "optimizer=")
     schedule = _make_scheduler(scheduler, made)

@@ -16,13 +16,13 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.flat import Places, needs_sparse_gradients
+from shoal.flat import Places, needs_sparse_gradients, neutral, users_modes
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.accumulator import in_grad
 from shoal.optim.placement import check_places
 from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make_trained
 from shoal.optim.state import TrainingState, for_newcomer, put_average
-from shoal.optim.trainable import check_real
+from shoal.optim.trainable import check_real, check_writable
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm
@@ -84,6 +84,7 @@ class TrainingStateAverager(DecentralizedAverager):
         ValueError: if arguments do not go together, and as `DecentralizedAverager`.
     """
 
+    @neutral
     def __init__(
         self,
         *,
@@ -117,6 +118,7 @@ class TrainingStateAverager(DecentralizedAverager):
         self.sync_epoch_when_averaging, self.status_loglevel = sync_epoch_when_averaging, status_loglevel
         self.opt_keys_for_averaging, self.extra_tensors = tuple(names), list(extra_tensors)
         check_real(self.extra_tensors, "extra tensor")
+        check_writable(self.extra_tensors, "extra tensor")
         self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)
@@ -168,6 +170,7 @@ class TrainingStateAverager(DecentralizedAverager):
         assert isinstance(control, StepControl)
         return control
 
+    @neutral
     def step(  # type: ignore[override]
         self,
         wait_for_delayed_updates: bool | None = None,
@@ -248,7 +251,8 @@ class TrainingStateAverager(DecentralizedAverager):
         def work() -> None:
             try:
                 if wait_for_trigger is not None:
-                    wait_for_trigger()
+                    with users_modes():
+                        wait_for_trigger()
                 with self.lock_optimizer:
                     if optimizer_step:
                         self._step_optimizer(grad_scaler)
@@ -411,6 +415,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
     # -- state
 
+    @neutral
     def get_current_state(self) -> tuple[Any, ...]:
         """This peer's averaged state. (Newcomers get more: all statistics, the optimizer's options and the scheduler's
         state.)
@@ -431,6 +436,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
         return await for_newcomer(take)
 
+    @neutral
     def load_state_from_peers(  # type: ignore[override]
         self, wait: bool = True, timeout: float | None = None
     ) -> bool:

@@ -1,5 +1,6 @@
-"""What the peers of a run can average: real numbers, and gradients that are dense. Everything else is refused here, by
-name, when an optimizer or averager is made, before anything has changed.
+"""What the peers of a run can average and train: real numbers, in tensors that torch writes to in every mode, and
+gradients that are dense. Everything else is refused here, by name, when an optimizer or averager is made, before
+anything has changed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.flat import holders_of, needs_sparse_gradients
+from shoal.flat import MADE_IN_INFERENCE, holders_of, needs_sparse_gradients
 
 SHOWN = 4  # the names of an error message, at most
 
@@ -25,7 +26,30 @@ def check_real(tensors: Sequence[Tensor], what: str = "parameter", names: Sequen
     Raises:
         ValueError: with the names of the complex tensors.
     """
-    found = [number for number, tensor in enumerate(tensors) if tensor.is_complex()]
+    _refuse(
+        [number for number, tensor in enumerate(tensors) if tensor.is_complex()],
+        "complex, and peers average real numbers: keep real and imaginary parts as pairs in a real tensor "
+        "(torch.view_as_real), and make them complex where you compute (torch.view_as_complex); a complex constant can "
+        "be a buffer of its module",
+        tensors,
+        what,
+        names,
+    )
+
+
+def check_writable(tensors: Sequence[Tensor], what: str = "parameter", names: Sequence[str] = ()) -> None:
+    """Check that no tensor was made within `torch.inference_mode()`: outside of that mode, torch neither writes to such
+    a tensor nor trains it. For the arguments, see `check_real`.
+
+    Raises:
+        ValueError: with the names of such tensors.
+    """
+    found = [number for number, tensor in enumerate(tensors) if tensor.is_inference()]
+    _refuse(found, MADE_IN_INFERENCE, tensors, what, names)
+
+
+def _refuse(found: list[int], why: str, tensors: Sequence[Tensor], what: str, names: Sequence[str]) -> None:
+    """Raise a ValueError that names the tensors with the numbers in `found`, and says why; do nothing without any."""
     if not found:
         return
     held = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders_of(tensors)}
@@ -34,11 +58,7 @@ def check_real(tensors: Sequence[Tensor], what: str = "parameter", names: Sequen
     if len(found) > SHOWN:
         shown.append(f"{len(found) - SHOWN} more")
     are = "is" if len(found) == 1 else "are"
-    raise ValueError(
-        f"{', '.join(shown)} {are} complex, and peers average real numbers: keep real and imaginary parts as pairs in "
-        "a real tensor (torch.view_as_real), and make them complex where you compute (torch.view_as_complex); a "
-        "complex constant can be a buffer of its module"
-    )
+    raise ValueError(f"{', '.join(shown)} {are} {why}")
 
 
 def check_dense(optimizer: torch.optim.Optimizer, argument: str) -> None:

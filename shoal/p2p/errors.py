@@ -30,6 +30,10 @@ class Unavailable(Refused):
     """The other peer did not judge the message: it does not serve this service, is too busy, or failed to handle it."""
 
 
+class Outrun(Refused):
+    """The message has crossed another one, or came after what it was about had ended. So it may be nobody's fault."""
+
+
 class Unanswered(Refused):
     """A handler raises this error to decline a message without an answer, because the sender has had enough
     refusals.

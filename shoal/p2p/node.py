@@ -13,7 +13,16 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused, Unanswered, Unavailable
+from shoal.p2p.errors import (
+    MessageTooLarge,
+    Outrun,
+    P2PError,
+    PeerLost,
+    PeerUnreachable,
+    Refused,
+    Unanswered,
+    Unavailable,
+)
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.race import first_to_succeed
@@ -48,10 +57,12 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a message was refused. `judged` says whether its content was the reason."""
+    """Why a message was refused. `judged` says whether its content was the reason, and `outrun` whether other messages
+    may have been."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
     judged: bool
+    outrun: bool = False
 
 
 _NO_MESSAGE = Envelope(_NOTICE, "", 0, 0.0, msgspec.Raw())
@@ -127,6 +138,8 @@ def _refusal(answer: Envelope) -> Refused:
         failure = _failures.decode(answer.body)
     except _UNDECODABLE as error:
         return Unavailable(f"an undecodable refusal: {error}")
+    if failure.outrun:
+        return Outrun(failure.reason)
     return (Refused if failure.judged else Unavailable)(failure.reason)
 
 
@@ -298,7 +311,8 @@ class Node:
             timeout: seconds to wait for the reply.
 
         Raises:
-            Refused: with the other side's reason. Unavailable if it did not judge the message.
+            Refused: with the other side's reason. Unavailable if it did not judge the message, Outrun if it came too
+                late.
             PeerUnreachable: if no connection can be made.
             PeerLost: if the peer is lost meanwhile.
             TimeoutError: if no reply comes in time.
@@ -444,7 +458,8 @@ class Node:
 
     def _decline(self, peer: PeerID, request: Envelope, error: Refused) -> None:
         log.info("refused a message of %r to %r: %s", peer, request.service, error)
-        failure = Failure(str(error)[:MAX_REASON], judged=not isinstance(error, Unavailable))
+        judged, outrun = not isinstance(error, Unavailable), isinstance(error, Outrun)
+        failure = Failure(str(error)[:MAX_REASON], judged, outrun)
         self._post([peer], Envelope(_FAILURE, request.service, request.call, 0.0, _raw(failure)))
 
     def _on_answer(self, peer: PeerID, answer: Envelope, buffers: Sequence[memoryview]) -> None:
@@ -455,6 +470,7 @@ class Node:
             error = _refusal(answer)
             # A message that was not judged has usually come too late, for example for a run that was left.
             level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
+            level = logging.INFO if isinstance(error, Outrun) else level
             log.log(level, "%r refused a message to %r: %s", peer, answer.service, error)
 
     def _on_lost(self, peer: PeerID, reason: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from shoal.flat import after_loading, after_saving, before_loading, before_saving
+from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral
 from shoal.functional import functional_optim_map, refuse_functional_form
 from shoal.remote import worker
 from shoal.remote.calls import call_all
@@ -72,6 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     functional_optim_map: ClassVar[Any] = functional_optim_map
 
+    @neutral
     def __init__(
         self,
         optimizer_class: Any,
@@ -107,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """An RRef to each worker's optimizer."""
         return list(self._remotes.values())
 
+    @neutral
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds RRefs with options of their own, on workers that have parameters already or on others.
 
@@ -137,6 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._option_names.append(set(first.options))
         self.param_groups.append({"params": rrefs, **options, **first.options})
 
+    @neutral
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Applies the gradients of a context on all workers at once. Returns when all workers have done so.
 
@@ -158,6 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients belong to their context, which drops them when it ends. `set_to_none` is ignored."""
 
+    @neutral
     def state_dict(self) -> dict[str, Any]:
         """The state of all workers as one torch.optim state dict, with parameters numbered in the order in which they
         were given.
@@ -188,6 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             start = stop
         return after_saving(self, {"state": dict(sorted(state.items())), "param_groups": groups})
 
+    @neutral
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of ``optimizer_class`` over the same parameters in the same groups.
 

@@ -9,7 +9,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from shoal.flat import FlatBuffer, Span
+from shoal.flat import MADE_IN_INFERENCE, FlatBuffer, Span
 from shoal.sharding.communication import Communication, run_in_window
 from shoal.sharding.flat_views import flat, is_dense, shaped_like
 from shoal.sharding.partition import (
@@ -57,13 +57,15 @@ class Parameters:
             The slices of ``rank``, group by group, in the order of parameters.
 
         Raises:
-            ValueError: if a parameter is not dense, or shares memory with another and is to be moved. Nothing is
-                changed then.
+            ValueError: if a parameter was made within `inference_mode`, is not dense, or shares memory with another and
+                is to be moved. Nothing is changed then.
         """
         new = [param for group in groups for param in group]
         for number, param in enumerate(new, len(self.params)):
             if param.layout is not torch.strided:
                 raise ValueError(f"parameter {number} is {param.layout}: only strided parameters can be divided")
+            if param.is_inference():
+                raise ValueError(f"parameter {number}, of shape {tuple(param.shape)}, is {MADE_IN_INFERENCE}")
             if self._flat_buffers is None and not is_dense(param):
                 raise ValueError(
                     f"parameter {number}, of shape {tuple(param.shape)} and stride {param.stride()}, does not fill its "

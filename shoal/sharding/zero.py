@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from shoal.flat import after_loading, after_saving, before_loading, before_saving
+from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral, users_modes
 from shoal.sharding import consolidation
 from shoal.sharding.arguments import Partition, checked, checked_class, checked_gradients, may_cut
 from shoal.sharding.communication import Communication
@@ -79,9 +79,9 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
     Raises:
         TypeError: if ``params`` is no iterable of tensors or of groups, if ``optimizer_class`` is or derives from
             LBFGS, if it is a functional optimizer, or if it is SparseAdam and gradients would be dense.
-        ValueError: if ``params`` is empty, if a parameter is sparse, does not fill its memory (without
-            ``parameters_as_bucket_view``) or shares memory with another one (with it), if arguments do not fit
-            together, or if there is no process group or this process is not in it.
+        ValueError: if ``params`` is empty, if a parameter is sparse, was made within `torch.inference_mode()`, does not
+            fill its memory (without ``parameters_as_bucket_view``) or shares memory with another one (with it), if
+            arguments do not fit together, or if there is no process group or this process is not in it.
     """
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
@@ -90,6 +90,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         """
         return of_share(*args, **given) if is_cut() else super().__new__(cls)
 
+    @neutral
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -178,6 +179,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self._sharded.show_options()
         self.state = self.optim.state
 
+    @neutral
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group and divides it over the ranks. Earlier groups keep their division. Every rank must
         call this.
@@ -195,6 +197,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
 
     # --- stepping ----------------------------------------------------------------------------------
 
+    @neutral
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps this rank's share, and sends all parameters to all ranks.
 
@@ -251,7 +254,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         """The closure in the form that the local optimizer may call any number of times."""
 
         def evaluate() -> Any:
-            loss = closure()
+            with users_modes():
+                loss = closure()
             self._prepare()
             return loss
 
@@ -270,6 +274,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         self._sharded.gather(updated)
         self._gradients.used()
 
+    @neutral
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, including those that were reduced already.
 
@@ -291,6 +296,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         """
         return self._gradients.no_sync()
 
+    @neutral
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales all gradients so that their norm, as of one vector, is at most ``max_norm``.
 
@@ -320,6 +326,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
 
     # --- state dicts -------------------------------------------------------------------------------
 
+    @neutral
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state: whole on the rank that has consolidated it, and sharded elsewhere. Does not
         communicate.
@@ -340,6 +347,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         state = sharded(own.shard, own.parameters.params) if own.consolidated is None else own.consolidated
         return after_saving(self, {"state": dict(state), "param_groups": pack_groups(self.param_groups)})
 
+    @neutral
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all parameters on one rank, in CPU memory. Every rank must call this.
 
@@ -363,6 +371,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
                 own.consolidated = None
                 consolidation.give(own.communication, own.shard, to)
 
+    @neutral
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's share of a state dict. The dictionary does not change, and the optimizer shares no memory
         with it.

@@ -198,15 +198,16 @@ def test_verbose_tells_of_every_epoch_in_a_line_to_read(started: shoal.DHT, capl
         logger.setLevel(level)
     line = (
         r"epoch 1: 8 samples of 1 peer, round \d+\.\d{3} s \(matchmaking \d+\.\d{3} s, all-reduce \d+\.\d{3} s\), "
-        r"\d+\.\d MB sent, \d+\.\d MB received, state [0-9a-f]{8}, tip 1:8:[0-9a-f]{64}"
+        r"\d+ B sent, \d+ B received, state [0-9a-f]{8}, tip 1:8:[0-9a-f]{64}"
     )
     assert [message for message in caplog.messages if re.fullmatch(line, message)], caplog.messages
     assert "EpochReport(" not in caplog.text
 
 
-def test_a_download_is_told_in_one_line() -> None:
-    report = shoal.DownloadReport(epoch=3, seconds=0.5, bytes=4_100_000, donors=2, state_digest="12ab" * 16)
-    assert str(report) == "downloaded the state of epoch 3 from 2 peers: 4.1 MB in 0.50 s, state 12ab12ab"
+@pytest.mark.parametrize(("count", "told"), [(512, "512 B"), (4_120, "4.1 kB"), (4_100_000, "4.1 MB")])
+def test_a_download_is_told_in_one_line(count: int, told: str) -> None:
+    report = shoal.DownloadReport(epoch=3, seconds=0.5, bytes=count, donors=2, state_digest="12ab" * 16)
+    assert str(report) == f"downloaded the state of epoch 3 from 2 peers: {told} in 0.50 s, state 12ab12ab"
 
 
 def test_an_optimizer_whose_step_needs_a_closure_is_refused(started: shoal.DHT) -> None:

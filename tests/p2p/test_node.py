@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shoal.p2p.node
 import shoal.p2p.race
-from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost, PeerUnreachable, Refused
+from shoal.p2p.errors import MessageTooLarge, Outrun, P2PError, PeerLost, PeerUnreachable, Refused, Unavailable
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.memory_transport import MemoryNetwork, MemoryTransport
 from shoal.p2p.node import Envelope, Node, Reply, Service
@@ -187,6 +187,31 @@ def test_a_refusal_says_why_and_the_connection_goes_on(kind, handler, reason):
             assert await one.call(other.peer_id, fine, Ask(7), Told, timeout=60) == Told(7)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(Refused, "WARNING"), (Outrun, "INFO"), (Unavailable, "DEBUG")], ids=lambda each: str(each)
+)
+def test_a_refusal_that_nobody_waits_for_is_told_by_its_kind(kind, error, level, caplog):
+    """One that follows from a race, as both sides work, is no warning."""
+
+    def refuse(peer, ask, buffers):
+        raise error("not now")
+
+    async def main():
+        async with nodes(2, kind) as (one, other):
+            other.serve(ECHO, refuse)
+            await one.connect(other.peer_id)
+            one.notify([other.peer_id], ECHO, Ask(1))
+
+            def told():
+                return [each for each in caplog.records if "refused a message to" in each.getMessage()]
+
+            await eventually(told)
+            assert [each.levelname for each in told()] == [level]
+
+    with caplog.at_level(logging.DEBUG, "shoal"):
+        asyncio.run(main())
 
 
 def test_a_message_of_an_unknown_type_is_refused_before_any_handler_sees_it(kind):

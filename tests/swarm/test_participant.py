@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.p2p.errors import Outrun
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.messages import Begin, Commit, Doubt, Elsewhere, Have, Repair, Source, Survey
@@ -95,7 +96,7 @@ def test_a_round_that_it_has_joined_is_followed() -> None:
         ({}, {}, 3, "BEGIN under the ballot of another peer"),
         ({}, {"relayed": True}, 9, "BEGIN under the ballot of another peer"),
         ({}, {"joined": False}, 1, "BEGIN without a JOIN of this peer"),
-        ({"members": members(1, 3, 4)}, {}, 1, "BEGIN without a JOIN of this peer"),
+        ({"members": members(1, 3, 4)}, {}, 1, "BEGIN without this peer"),
         ({"weights": (1.0, 1.0)}, {}, 1, "lists of unequal length"),
         ({"machines": ("",) * 4}, {}, 1, "lists of unequal length"),
         ({"states": ()}, {}, 1, "lists of unequal length"),
@@ -115,6 +116,22 @@ def test_a_begin_that_must_not_be_followed(
     with pytest.raises(RuleBroken, match=reason):
         follow(participant, msgspec.structs.replace(BEGIN, **changes), key(sender), **how)
     assert traces(participant) == before, "what was refused has left a trace"
+
+
+def test_a_begin_that_is_only_late_says_so() -> None:
+    """As nobody is at fault, its sender's log has no warning."""
+    late = {
+        "without a JOIN": (participant_at(TIP, joined=False), BEGIN),
+        "at another state": (participant_at(TIP), msgspec.structs.replace(BEGIN, tip=TIP.after(digest("a"), 1.0))),
+        "in a round already": (in_round(BEGIN), begin_of(members(2, 3, 4), attempt=5, coordinator=4)),
+    }
+    for reason, (participant, begin) in late.items():
+        with pytest.raises(Outrun, match=reason):
+            follow(participant, begin)
+    for changes in ({"members": members(1, 3, 4)}, {"states": ()}):
+        with pytest.raises(RuleBroken) as caught:
+            follow(participant_at(TIP), msgspec.structs.replace(BEGIN, **changes))
+        assert not isinstance(caught.value, Outrun)
 
 
 def test_another_member_may_relay_the_begin_of_a_lost_coordinator() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
-from shoal.p2p.errors import Refused
+from shoal.p2p.errors import Outrun, Refused
 from shoal.swarm.protocol.messages import Begin, Part, Repair, Result, Source
 from shoal.swarm.protocol.plan import ChunkSpan
 
@@ -20,10 +20,20 @@ class RuleBroken(Refused):
     """A member's message breaks a rule of the protocol; the text says which one."""
 
 
+class RuleOutrun(RuleBroken, Outrun):
+    """A message was right when it was sent, as far as this peer knows: rounds, JOINs and attempts go on meanwhile."""
+
+
 def require(is_obeyed: bool, rule: str) -> None:
     """Raise RuleBroken if a rule is not obeyed. `rule` says how it is broken."""
     if not is_obeyed:
         raise RuleBroken(rule)
+
+
+def require_timely(is_timely: bool, rule: str) -> None:
+    """Raise RuleOutrun if a message comes too late. `rule` says for what."""
+    if not is_timely:
+        raise RuleOutrun(rule)
 
 
 class Book:

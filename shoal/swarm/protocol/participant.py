@@ -15,7 +15,15 @@ from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
-from shoal.swarm.protocol.book import EarlyChunks, RuleBroken, check_begin, check_repair, require
+from shoal.swarm.protocol.book import (
+    EarlyChunks,
+    RuleBroken,
+    RuleOutrun,
+    check_begin,
+    check_repair,
+    require,
+    require_timely,
+)
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
 from shoal.swarm.protocol.rates import Rates
@@ -322,16 +330,18 @@ class Participant:
     def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
         """Raise RuleBroken if this peer must not follow this BEGIN."""
         given, keys = self.input, [member.key for member in begin.members]
-        require(self.missed is None, "this tip's round was committed")
-        require(begin.tip == self.tip, f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state")
+        require_timely(self.missed is None, "this tip's round was committed")
+        elsewhere = f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state"
+        require_timely(begin.tip == self.tip, elsewhere)
         is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
         require(is_from_it, "BEGIN under the ballot of another peer")
         waits = given is not None and self.finished is None and given.tip in (None, begin.tip)
         has_joined = begin.ballot.coordinator in self.asked
-        require(waits and has_joined and self.me in keys, "BEGIN without a JOIN of this peer")
-        require(self.begin is None, "this peer is in a round already")
+        require(self.me in keys, "BEGIN without this peer")
+        require_timely(waits and has_joined, "BEGIN without a JOIN of this peer")  # or it has withdrawn its JOIN
+        require_timely(self.begin is None, "this peer is in a round already")
         higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
-        require(self.ballot < begin.ballot, higher)
+        require_timely(self.ballot < begin.ballot, higher)
         check_begin(begin)
         self._is_as_joined(begin, keys.index(self.me))
         self._believe(begin.ballot)
@@ -394,9 +404,10 @@ class Participant:
         """Follow a coordinator's ballot in the round. Raises RuleBroken if this peer must not follow it."""
         begin, ballot = self.begin, message.ballot
         if begin is None or self.exchange is None or begin.round != message.round:
-            raise RuleBroken("this peer is not in that round")
+            raise RuleOutrun("this peer is not in that round")
         self._holds(sender, ballot)
-        require(ballot >= self.ballot, f"attempt {ballot.number}, and this peer has followed {self.ballot.number}")
+        followed = f"attempt {ballot.number}, and this peer has followed {self.ballot.number}"
+        require_timely(ballot >= self.ballot, followed)
         self._believe(ballot)
         require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by its sender")
         if isinstance(message, msg.Survey):
