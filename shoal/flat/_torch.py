@@ -6,7 +6,7 @@ comes from the sources of torch 2.0.1, 2.4.0 and 2.6.0. Shoal supports 2.6 and l
 | ``torch._foreach_copy_``, ``torch._foreach_zero_`` | one operation over many small gradients | 2.4, ``zero_`` 2.0 | importing the room raises AttributeError |
 | ``torch._foreach_norm`` | the norms of many tensors, which `clip_grad_norm_` asks for | 2.0 or before | importing the room raises AttributeError |
 | ``torch._C.DisableTorchFunctionSubclass`` | operations on a tensor of a subclass as on a plain one | 2.0 or before | importing the room raises AttributeError |
-| ``torch._C.TensorBase`` | torch's own slot of ``.grad``, past the lookup of the name and past a subclass's property | 2.4, not in 2.0 | importing the room raises AttributeError |
+| ``torch._C.TensorBase`` | torch's own slots of ``.grad`` and ``.data``, past the lookup of the name and past a subclass's property | 2.4, not in 2.0 | importing the room raises AttributeError |
 | ``Variable._execution_engine.queue_callback`` | a call at the end of the backward pass, as DDP has | 2.0 or before | importing the room raises AttributeError |
 | ``Tensor._version`` | whether somebody has written to a tensor | 2.0 or before | AttributeError in the backward pass |
 | ``Tensor._make_subclass`` | a parameter of a subclass over given memory | 2.0 or before | AttributeError in `contiguous()` |
@@ -65,6 +65,9 @@ pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 """Enters such a mode."""
+
+read_data: Callable[[Tensor], Tensor] = vars(torch._C.TensorBase)["data"].__get__
+"""The function that `tensor.data` calls."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How many times a tensor was written to."""

@@ -113,6 +113,7 @@ class FlatParameter(nn.Parameter):
     _small_parameters: list[Tensor]
     _small_views: list[Tensor]
     _padding: Tensor
+    _has_padding: bool
     _cleaned: int
     _address: int
 
@@ -136,6 +137,7 @@ class FlatParameter(nn.Parameter):
         self._small_views = [member.view for member in self._small]
         self.pieces = _pieces(data, gradient, members) if self._large else []
         self._padding = _padding(data.numel(), members).to(data.device)
+        self._has_padding = self._padding.numel() > 0
         self._cleaned = version_of(gradient)
         self._is_compiled = False
         self._address = data.data_ptr()
@@ -221,15 +223,15 @@ class FlatParameter(nn.Parameter):
         """Raises ValueError if the run or its first parameter has other memory. (Most moves of a model move all
         parameters.)
         """
-        first = self.members[0]
+        first = self._parameters[0]
         if self.data_ptr() != self._address:
             raise ValueError(
                 "the flat parameter itself was given other memory (`.data = …`): only optimizers that update their "
                 "parameters in place work on contiguous()"
             )
-        if first.parameter.data_ptr() != self._address and first.parameter.numel():
+        if first.data_ptr() != self._address and first.numel():
             raise ValueError(
-                f"parameter {first.index} has left the flat memory, so this does not reach the model; "
+                f"parameter {self.members[0].index} has left the flat memory, so this does not reach the model; "
                 "assert_buffer_is_valid() of the ContiguousParams says more"
             )
 
@@ -244,17 +246,18 @@ class FlatParameter(nn.Parameter):
         if asking.f_code is _ZERO_GRAD and asking.f_locals.get("set_to_none"):
             self.check_address()
             return self._gradient  # the caller only drops it, so it need not be gathered
-        presence = self.presence()
-        if presence is Presence.NONE:
-            return None
-        if presence is not Presence.HOME:
+        self.home.settle()
+        presence = None if _are_home(self._parameters, self._views) else self.presence()
+        if presence is not None:
+            if presence is Presence.NONE:
+                return None
             self.collect()
         self.check_address()  # after collect(), whose error says more about gradients with another dtype
-        if self._padding.numel() and version_of(self._gradient) != self._cleaned:
+        if self._has_padding and version_of(self._gradient) != self._cleaned:
             # Clipping by a NaN norm makes the padding NaN, and nothing else would ever write to it again.
             self._gradient.index_fill_(0, self._padding, 0)
             self._cleaned = version_of(self._gradient)
-        if presence is Presence.SOME:
+        if presence is not None and presence is Presence.SOME:
             pairs = zip(self._parameters, self._views, strict=True)
             missing = [view for parameter, view in pairs if parameter.grad is None]
             self.home.free(missing)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from shoal.flat.flat_parameter import FlatParameter, Presence
+
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
+_SWITCHES: Final = frozenset({"nesterov", "maximize", "amsgrad"})
+_NUMBERS: Final = (int, float, str, type(None))
 
 
 def pick_kernels(optimizer: Optimizer) -> None:
@@ -56,25 +60,27 @@ def unpick_kernel(optimizer: SGD) -> None:
 
 def unpick(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Turns the fused kernel off for this step, unless the user has chosen it."""
-    if optimizer.defaults.get("fused", True) is None:
+    if optimizer.defaults.get("fused", True) is None and group.get("fused"):
         group["fused"] = None
 
 
 def _has_options_for_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the fused kernels take these options: they take plain numbers only (no numpy.bool, no numpy.float32), and
-    a tensor only as the learning rate.
+    """Whether the fused kernels take these options: they take plain numbers only (no numpy.bool, no numpy.float32), a
+    tensor only as the learning rate, and no numbers as switches.
     """
-    for name in optimizer.defaults:
-        value = group.get(name)
-        if not (_is_plain(value) or (name == "lr" and isinstance(value, Tensor))):
+    for name, value in group.items():  # in each step, so types that are surely plain come first
+        kind = type(value)
+        if kind is int and name in _SWITCHES:
+            return False
+        if kind not in _PLAIN and name in optimizer.defaults and not _is_taken(name, value):
             return False
     return True
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, int | float | str)
+def _is_taken(name: str, value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return _PLAIN.issuperset(map(type, value)) or all(isinstance(part, _NUMBERS) for part in value)
+    return isinstance(value, _NUMBERS) or (name == "lr" and isinstance(value, Tensor))
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -137,9 +137,15 @@ def _slice(name: str, value: object, flat: FlatParameter, leaf: FlatParameter) -
 
 
 def _number(name: str, value: object) -> object:
-    """A copy of state that is one number, a string or None. Raises ValueError for other state."""
+    """A copy of state that is one number, a string or None; Python's number for one of numpy.
+
+    Raises:
+        ValueError: for other state.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.clone()
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        return value.item()  # a number of numpy
     if value is None or isinstance(value, int | float | str):
         return value
     raise ValueError(

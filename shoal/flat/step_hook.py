@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from shoal.flat.kernels import pick_kernel, unpick_kernel
 from shoal.flat.modes import neutral_modes
 from shoal.flat.optimizer_state import use_parts
 from shoal.flat.stand_in import can_stand_in, fill, stand_in
+
+_parts_of = attrgetter("parts")
 
 _CHECKED = "_shoal_checked_state"
 """The optimizer's attribute for the state that was checked. Loading a state dict makes a new state, which is checked
@@ -97,7 +100,7 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter], double: Optimizer 
     LBFGS uses zeros for missing gradients, with ordinary parameters too, so its runs are not split.
     """
     seen = [flat.presence() for flat in flats]
-    if not isinstance(optimizer, LBFGS) and (Presence.SOME in seen or any(flat.parts for flat in flats)):
+    if not isinstance(optimizer, LBFGS) and (Presence.SOME in seen or any(map(_parts_of, flats))):
         with neutral_modes():  # parts outlive the step
             for flat, presence in zip(flats, seen, strict=True):
                 if presence is Presence.SOME and not flat.parts:

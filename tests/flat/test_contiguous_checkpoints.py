@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -267,3 +268,28 @@ def test_what_an_older_torch_has_saved_is_loaded(kind: type[optim.Optimizer], fo
     parameters.load_original_state_dict(optimizer, parameters.original_state_dict(optimizer))
     go_on(params, optimizer.step)
     assert_close(params, torchs(kind, values, state))
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.float64], ids=lambda number: number.__name__)
+def test_a_step_that_is_a_number_of_numpy_is_loaded(number: Any) -> None:
+    """torch makes a tensor of it."""
+    torch.manual_seed(0)
+    twins = [nn.Parameter(torch.ones(3)) for _ in range(4)]
+    flat = ContiguousParams(twins[:2])
+    ours, plain = optim.AdamW(flat.contiguous()), optim.AdamW(twins[2:])
+    for twin in twins:
+        twin.grad = torch.full_like(twin, 0.5)
+    plain.step()
+    saved = plain.state_dict()
+    for state in saved["state"].values():
+        state["step"] = number(3)
+    plain.load_state_dict(saved)
+    with torch.no_grad():
+        for mine, theirs in zip(twins[:2], twins[2:], strict=True):
+            mine.copy_(theirs)
+    flat.load_original_state_dict(ours, saved)
+    assert len(flat.contiguous()) == 1
+    for optimizer in (ours, plain):
+        optimizer.step()
+    assert_close(twins[:2], twins[2:])
+    assert float(flat.original_state_dict(ours)["state"][1]["step"]) == 4

@@ -8,12 +8,14 @@ norm of order 0.5 doubles.
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -153,11 +155,73 @@ def test_a_norm_taken_by_hand() -> None:
     assert torch.linalg.vector_norm(run.grad, -1, dim=0) == 0  # of the numbers that are there
 
 
+ALIASES: list[Any] = [Tensor.detach, lambda gradient: gradient.data, lambda gradient: gradient.detach().data]
+
+
+@pytest.mark.parametrize("alias", ALIASES, ids=["detach", "data", "both"])
+@pytest.mark.parametrize("order", [-math.inf, -2, -1, -0.5, 0, 2, np.float32(-1), np.int64(0)], ids=repr)
+def test_norms_without_the_graph(alias: Any, order: Any) -> None:
+    """As torch 1.x's clipping and that of Lightning take them."""
+    twins = Twins([torch.float32, torch.float64], missing=(1,))
+    twins.backward(0.5)
+    norms = []
+    for items in (twins.parameters.contiguous(), twins.plain):
+        gradients = [alias(p.grad) for p in items if p.grad is not None]
+        for convert in (Tensor.double, lambda norm: norm.cpu().detach().to(torch.float64)):
+            each = [convert(torch.norm(gradient, float(order))) for gradient in gradients]
+            norms.append(torch.norm(torch.stack(tensors=each), float(order)))
+        norms.append(torch.linalg.vector_norm(alias(items[0].grad), order))
+    if order != 0:
+        whole = [p.grad.flatten() for p in twins.plain[: len(SHAPES)] if p.grad is not None]
+        norms[-1] = torch.linalg.vector_norm(torch.cat(whole), order)
+        assert_close(norms[:3], norms[3:])
+    assert_close(norms[:2], norms[3:5])
+    assert torch.equal(alias(twins.parameters.contiguous()[0].grad), twins.parameters.contiguous()[0].grad)
+
+
+@pytest.mark.parametrize("order", [-math.inf, -1, 0, 2])
+def test_arguments_by_name(order: float) -> None:
+    twins = Twins([torch.float32], missing=(1,))
+    twins.backward(0.5)
+    (run,) = twins.parameters.contiguous()
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in twins.plain if p.grad is not None]), order)
+    out = torch.empty(())
+    for found in (
+        torch.linalg.vector_norm(x=run.grad, ord=order),
+        torch.linalg.norm(input=run.grad, ord=order),
+        torch.norm(input=run.grad, p=order),
+        torch.linalg.vector_norm(run.grad, order, None),
+        torch.linalg.vector_norm(x=run.grad.detach(), ord=float(order)),
+        torch._foreach_norm([run.grad], ord=order)[0],
+        torch.linalg.vector_norm(run.grad, torch.tensor(order)),
+        torch.linalg.vector_norm(run.grad, order, out=out),
+        torch.linalg.norm(run.grad, order, out=out),
+        torch.linalg.vector_norm(run.grad, order, dtype=torch.float64).float(),
+        torch.linalg.vector_norm(run.grad, order, keepdim=True).squeeze(),
+    ):
+        assert_close(found + 0, expected)
+    assert_close(out, expected)
+    assert_close(torch.linalg.vector_norm(x=run.grad), torch.linalg.norm(input=run.grad))
+
+
+def test_copies_of_a_count_are_plain() -> None:
+    twins = Twins([torch.float32])
+    twins.backward()
+    (run,) = twins.parameters.contiguous()
+    count = run.grad.norm(0)
+    saved = io.BytesIO()
+    torch.save(count, saved)
+    saved.seek(0)
+    for made in (copy.deepcopy(count), pickle.loads(pickle.dumps(count)), torch.load(saved, weights_only=True)):
+        assert type(made) is Tensor
+        assert made == count
+
+
 def test_everything_else_about_the_flat_gradient_is_plain() -> None:
     twins = Twins([torch.float32])
     twins.backward()
     (run,) = twins.parameters.contiguous()
-    for made in (run.grad + 1, run.grad.clone(), run.grad[2:5], copy.deepcopy(run.grad), run.grad.detach()):
+    for made in (run.grad + 1, run.grad.clone(), run.grad[2:5], copy.deepcopy(run.grad)):
         assert type(made) is Tensor
     assert type(pickle.loads(pickle.dumps(run.grad))) is Tensor
     same = run.grad.mul_(2)
