@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.flat import allocation
+from shoal.flat import allocation, modes
 
 LARGE_BYTES = 256
 TORCH = (
@@ -45,6 +45,7 @@ class Lack(TorchDispatchMode):
                 self._count(OSError(errno.ENOMEM, "Cannot allocate memory"))
             return mapped(nbytes)
 
+        self._patch.setattr(modes, "count_dispatch_modes", lambda: 0)  # Shoal leaves users' modes, and not this one
         self._patch.setattr(allocation, "_mapped", count)
         self._patch.setattr(allocation, "_LARGE_BYTES", LARGE_BYTES)
         super().__enter__()
