@@ -7,13 +7,14 @@ import time
 import pytest
 
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.long
 
 HELD_SECONDS = 10.0
 
 
-@pytest.mark.parametrize("who", ["the coordinator", "another"])
+@pytest.mark.parametrize("who", ["the coordinator", pytest.param("another", marks=only_in_soak)])
 def test_all_epochs_are_made_together(pool: Pool, who: str) -> None:
     with training(pool, 3, optimizer="adamw", target=64) as peers:
         for peer in peers.all:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.optim.processes import Pool, events, training, wait_until
 from tests.peers import PeerProcess
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.long
 
@@ -66,6 +67,7 @@ def test_a_node_that_comes_back_and_its_clients_are_one_again(pool: Pool, tmp_pa
         print(f"one again after {time.monotonic() - back:.1f} s")
 
 
+@only_in_soak
 def test_a_fast_client_that_was_away_gives_its_state_once(pool: Pool) -> None:
     """Alone it makes many epochs; the nodes take its state over, and then train with it."""
     with training(pool, 0, optimizer="adamw", target=256) as peers:
