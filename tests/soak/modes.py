@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import shoal
+from tests.soak.promises import LEAST_SHARE
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -13,3 +14,7 @@ MODES: dict[str, dict[str, Any]] = {
     "delayed": {"delay_grad_averaging": True},
 }
 """By name, the arguments of the optimizer."""
+
+LEAST_SHARES = dict.fromkeys(MODES, LEAST_SHARE) | {"power_sgd": 0.5}
+"""By name, the share of the epochs that a run makes at least. A stopped member holds up each of PowerSGD's two rounds, and
+the round of the run."""

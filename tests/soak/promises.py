@@ -115,13 +115,13 @@ def epoch_of(tip: str) -> int:
     return int(tip.split(":")[0])
 
 
-def judge(lives: list[Life], began: float, stopped: float, ended: float) -> Report:
+def judge(lives: list[Life], began: float, stopped: float, ended: float, least_share: float = LEAST_SHARE) -> Report:
     """Hold what was said against what is promised: from `began` to `stopped` trainers were killed, stopped and started,
     from then to `ended` none."""
     report, tree = Report(), Tree(lives)
     report.broken += [f"{life.name} ended by itself: {life.quit}" for life in lives if life.quit]
     last = _meet(report, lives, stopped)
-    _pace(report, lives, tree, last, (began, ended))
+    _pace(report, lives, tree, last, (began, ended), least_share)
     _sleeps(report, lives, ended)
     _states(report, lives)
     _forks(report, lives, tree)
@@ -142,7 +142,9 @@ def _meet(report: Report, lives: list[Life], since: float) -> str:
     return max(common, key=epoch_of, default="")
 
 
-def _pace(report: Report, lives: list[Life], tree: Tree, last: str, span: tuple[float, float]) -> None:
+def _pace(
+    report: Report, lives: list[Life], tree: Tree, last: str, span: tuple[float, float], least_share: float
+) -> None:
     first: dict[str, float] = {}
     for life in lives:
         for line in life.of("epoch"):
@@ -161,8 +163,8 @@ def _pace(report: Report, lives: list[Life], tree: Tree, last: str, span: tuple[
     report.share = min(1.0, len(gaps) * report.usual / (span[1] - times[0]))
     report.stood = sum(max(0.0, gap - 3 * report.usual) for gap in gaps)
     report.pause = max(gaps)
-    if report.share < LEAST_SHARE:
-        report.broken.append(f"the run made {report.share:.0%} of its epochs; at least {LEAST_SHARE:.0%} are promised")
+    if report.share < least_share:
+        report.broken.append(f"the run made {report.share:.0%} of its epochs; at least {least_share:.0%} are promised")
     if report.pause > LONGEST_PAUSE:
         report.broken.append(f"the run stood for {report.pause:.1f} s; at most {LONGEST_PAUSE:g} s are promised")
 

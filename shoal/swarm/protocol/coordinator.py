@@ -413,7 +413,11 @@ class Coordinator:
 
     def _rest_from_waiting(self, now: float) -> None:
         """BEGIN has waited for all members in vain. It does so again only after a pause. The pause is so long that all
-        peers that take turns to coordinate spend less than a tenth of the time in such waits."""
+        peers that take turns to coordinate spend less than a tenth of the time in such waits. Where members have rounds
+        of their own, a single stopped member holds up most of the others, so there the pause is as long as the wait."""
+        if self.rules.own_rounds:
+            self.history.hurries_until = now + (now - self.called_at)
+            return
         turns = sum(m.role is not Role.CLIENT and not m.is_relayed for m in self.expected.values())
         self.history.hurries_until = now + REST_FACTOR * max(1, turns) * (now - self.called_at)
 
