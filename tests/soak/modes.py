@@ -16,5 +16,5 @@ MODES: dict[str, dict[str, Any]] = {
 """By name, the arguments of the optimizer."""
 
 LEAST_SHARES = dict.fromkeys(MODES, LEAST_SHARE) | {"power_sgd": 0.5}
-"""By name, the share of the epochs that a run makes at least. A stopped member holds up each of PowerSGD's two rounds, and
-the round of the run."""
+"""By name, the share of the epochs that a run makes at least. A stopped member holds up each of PowerSGD's two rounds,
+and the round of the run."""
