@@ -115,9 +115,13 @@ class Chaos:
         folder: for logs, checkpoints and identities.
         fault: of the first trainer, see `tests.soak.trainer`.
         mode: of all trainers, see `tests.soak.modes`.
+        kills: the share of blows that kill; the others stop.
     """
 
-    def __init__(self, rng: random.Random, room: list[Place], folder: Path, fault: str, mode: str) -> None:
+    def __init__(
+        self, rng: random.Random, room: list[Place], folder: Path, fault: str, mode: str, kills: float
+    ) -> None:
+        self._kills = kills
         self.rng, self._room, self._folder, self._fault, self._mode = rng, list(room), folder, fault, mode
         self.trainers: list[Trainer] = []
         self.blows: Counter[str] = Counter()
@@ -179,7 +183,7 @@ class Chaos:
         if len(self._running()) > PEERS:
             self._kill()
             return
-        if self.rng.random() < 0.5 or not self._room:
+        if self.rng.random() < self._kills or not self._room:
             self._kill()
         else:
             victim, seconds = self.rng.choice(self._running()), self.rng.uniform(*STOPPED)
@@ -285,13 +289,14 @@ def soak(
     cuts: int = 0,
     fault: str = "",
     mode: str = "default",
+    kills: float = 0.5,
 ) -> tuple[Report, dict[str, Any]]:
     """Run it. Returns the report, and all of it for a JSON line."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     with places(PEERS + SPARE, rng) as (room, where):
         print(f"seed {seed}, {mode}, on {where}; logs: {folder}", file=sys.stderr, flush=True)
-        chaos = Chaos(rng, room, folder, fault, mode)
+        chaos = Chaos(rng, room, folder, fault, mode, kills)
         report = chaos.run(seconds, calm, beat, cuts if room[0].port else 0)
     warnings = Counter(line["level"] for trainer in chaos.trainers for line in trainer.of("log"))
     more = {"seed": seed, "mode": mode, "seconds": seconds, "peers": PEERS, "lines": where, "blows": dict(chaos.blows)}
@@ -311,12 +316,21 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for logs and checkpoints; default: a new one in /tmp")
     parser.add_argument("--fault", choices=FAULTS, default="", help="of the first trainer, to see that it is noticed")
     parser.add_argument("--mode", choices=MODES, default="default", help="how all train")
+    parser.add_argument("--beat", type=float, default=BEAT, help="seconds between two blows")
+    parser.add_argument("--kills", type=float, default=0.5, help="share of blows that kill; the others stop")
     parser.add_argument("--cuts", type=int, default=3, help="times that half of the trainers are cut off")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that nothing is left behind
     folder = options.logs or Path(tempfile.mkdtemp(prefix="soak-"))
     report, line = soak(
-        60 * options.minutes, options.seed, folder, cuts=options.cuts, fault=options.fault, mode=options.mode
+        60 * options.minutes,
+        options.seed,
+        folder,
+        beat=options.beat,
+        cuts=options.cuts,
+        fault=options.fault,
+        mode=options.mode,
+        kills=options.kills,
     )
     print(table(report))
     print(json.dumps(line), flush=True)

@@ -55,6 +55,7 @@ class Report:
         stood: the time beyond three times `usual` in all pauses.
         pause: the longest time without an epoch.
         slept_in: the longest time in which a trainer that was awake got to no new state, and which.
+        downloads: the most downloads of one trainer.
         growth: of each trainer that lived long, what it held more per minute.
         compared: tips whose states at least two trainers have told of.
         forks: the times that a trainer left a state that the other did not follow from.
@@ -69,6 +70,7 @@ class Report:
     stood: float = 0.0
     pause: float = 0.0
     slept_in: tuple[float, str] = (0.0, "")
+    downloads: int = 0
     growth: dict[str, dict[str, float]] = field(default_factory=dict)
     compared: int = 0
     forks: int = 0
@@ -123,6 +125,7 @@ def judge(lives: list[Life], began: float, stopped: float, ended: float, least_s
     last = _meet(report, lives, stopped)
     _pace(report, lives, tree, last, (began, ended), least_share)
     _sleeps(report, lives, ended)
+    report.downloads = max((len(life.of("download")) for life in lives), default=0)
     _states(report, lives)
     _forks(report, lives, tree)
     for life in lives:
@@ -250,6 +253,7 @@ def table(report: Report) -> str:
         ("the run stood, s", f"{report.stood:.1f}"),
         ("longest pause, s", f"{report.pause:.1f}"),
         ("longest pause of one trainer, s", f"{pause:.1f} ({who})"),
+        ("most downloads of one trainer", str(report.downloads)),
         ("tips compared", str(report.compared)),
         ("forks; unclear; told, and perhaps none", f"{report.forks}; {report.unclear}; {report.doubtful}"),
     ]

@@ -470,6 +470,14 @@ def test_while_few_have_joined_it_waits_for_the_rounds_of_their_own(
     assert least <= begins_at(coordinator) <= most
 
 
+def test_after_a_vain_wait_for_own_rounds_it_waits_again_soon() -> None:
+    """A stopped member holds most of the others up in their own rounds, for many epochs."""
+    coordinator = counting(replace(COUNTED, own_rounds=30.0), 2, 3, 4)
+    join(coordinator, 2, weight=40.0)
+    at = begins_at(coordinator)
+    assert coordinator.history.hurries_until == pytest.approx(2 * at)
+
+
 def test_who_has_gone_back_to_an_earlier_state_is_not_waited_for() -> None:
     coordinator = gathering(1, 2, rules=COUNTED, veterans=frozenset(keys(1, 2)))
     coordinator.progress(key(1), Progress(TIP, 100.0, 1.0), 0.0)
