@@ -31,6 +31,7 @@ from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, neutral, neutral_mo
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.span import Span
 from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
+from shoal.flat.watch import Watch
 
 __all__ = [
     "MADE_IN_INFERENCE",
@@ -42,6 +43,7 @@ __all__ = [
     "Places",
     "Span",
     "TensorEntry",
+    "Watch",
     "after_loading",
     "after_saving",
     "are_neutral",

@@ -18,7 +18,7 @@ from shoal.sharding.communication import OVERLAP, Finish
 from shoal.sharding.flat_views import flat, flat_like
 from shoal.sharding.option_numbers import numbers_of, take_numbers
 from shoal.sharding.partition import Parcel, parcels_of
-from shoal.sharding.shard import Piece
+from shoal.sharding.shard import Piece, follow
 from shoal.sharding.zero import ZeroRedundancyOptimizer
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
@@ -162,8 +162,8 @@ class _Overlap:
             if id(param) in numbers
         }
         pieces: list[Piece] = [piece for piece in shard.all_pieces if piece.part.tensor in gradients]
+        follow(pieces)
         for piece in pieces:
-            piece.follow()
             gradient = flat_like(gradients[piece.part.tensor], piece.param)
             piece.take_gradient(gradient[piece.part.span.slice])
         shard.optimizer.step()

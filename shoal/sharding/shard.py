@@ -8,6 +8,7 @@ in the whole parameter: its unfused kernels with one thread, and its fused kerne
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.sharding._torch import version_of
+from shoal.flat import Watch
 from shoal.sharding.flat_views import flat, flat_like, shaped_like
 from shoal.sharding.option_numbers import Groups
 from shoal.sharding.partition import Slice
@@ -40,10 +41,10 @@ class Piece:
         self.whole = len(part.span) == param.numel()
         self.is_copy = device != param.device or dtype != param.dtype
         self.local = param
-        self._version = -1
+        self._watch, self._address = Watch(), -1
         if self.is_copy:
             pinned = param.is_cuda and device.type == "cpu"
-            memory = torch.empty(len(part.span), dtype=dtype, device=device, pin_memory=pinned)
+            memory = torch.empty(len(part.span), dtype=dtype, device=device, pin_memory=pinned).copy_(self.home)
             self.local = nn.Parameter(memory.view(param.shape) if self.whole else memory)
             self._gradient = torch.empty_like(memory, pin_memory=pinned) if pinned else None
         elif alias or not self.whole:
@@ -53,16 +54,24 @@ class Piece:
     @property
     def home(self) -> Tensor:
         """The slice in the parameter's present memory, 1-D."""
-        return flat(self.param)[self.part.span.slice]
+        address = self.param.data_ptr()
+        if address != self._address:
+            self._home, self._address = flat(self.param)[self.part.span.slice], address
+        return self._home
 
     def follow(self) -> None:
-        """Updates ``local`` to the parameter's present memory and values, in case user code has changed them."""
-        if self.is_copy:
-            if version_of(self.param) != self._version:
-                self._flat_local.copy_(self.home)
-                self._version = version_of(self.param)
-        elif self.local is not self.param:
+        """Points ``local``, where it is no copy, at the parameter's present memory."""
+        if self.local is not self.param:
             self.local.data = self.param.detach() if self.whole else self.home
+
+    def is_written(self) -> bool | Tensor:
+        """Whether user code has written into the parameter since `keep`, see `Watch`."""
+        return self._watch.is_written(self.home)
+
+    def take_over(self) -> None:
+        """Copies the elements of the parameter that differ from the copy, rounded. The others keep their precision."""
+        home, local = self.home.to(self.local.device), self._flat_local
+        local.copy_(torch.where(local.to(home.dtype) == home, local, home.to(local.dtype)))
 
     def take_gradient(self, gradient: Tensor | None) -> None:
         """Gives the local optimizer the gradient of this slice, 1-D; None to leave the slice alone."""
@@ -89,11 +98,36 @@ class Piece:
 
     def keep(self) -> None:
         """Regards the values of ``local`` as those of the parameter until someone writes to the parameter."""
-        self._version = version_of(self.param)
+        if self.is_copy:
+            self._watch.keep(self.home)
+
+    def forget(self) -> None:
+        """``local`` got other values. It follows the parameter where these, rounded, are not the parameter's."""
+        self._watch.forget()
 
     @property
     def _flat_local(self) -> Tensor:
         return self.local.detach().view(-1)
+
+
+def follow(pieces: Sequence[Piece]) -> None:
+    """Updates ``local`` of each piece to the parameter's present memory and values, in case user code has changed them.
+
+    On each device this waits once, for the answers of all pieces.
+    """
+    answers: dict[torch.device, list[tuple[Piece, Tensor]]] = defaultdict(list)
+    with torch.no_grad():
+        for piece in pieces:
+            if not piece.is_copy:
+                piece.follow()
+            elif isinstance(answer := piece.is_written(), Tensor):
+                answers[answer.device].append((piece, answer))
+            elif answer:
+                piece.take_over()
+        for asked in answers.values():
+            for (piece, _), answer in zip(asked, torch.stack([answer for _, answer in asked]).tolist(), strict=True):
+                if answer:
+                    piece.take_over()
 
 
 class Shard:
@@ -158,9 +192,7 @@ class Shard:
         """Points the local optimizer at the present parameters. Call it once before a step, because the step writes to
         them.
         """
-        with torch.no_grad():
-            for piece in self.all_pieces:
-                piece.follow()
+        follow(self.all_pieces)
 
     def prepare(self, gradients: Mapping[Slice, Tensor | None] | None = None) -> None:
         """Gives the local optimizer its gradients.
@@ -196,6 +228,7 @@ class Shard:
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The optimizer's state of one slice. Master weights are one more entry."""
+        follow([piece])
         state = dict(self.optimizer.state.get(piece.local, {}))
         if state and piece.local.dtype != piece.param.dtype:
             state[MASTER] = piece.local.detach()
@@ -215,10 +248,9 @@ class Shard:
                     rest = {name: entry for name, entry in value.items() if name != MASTER}
                     if rest:
                         state[index] = rest
-                    piece.follow()
                     if MASTER in value and piece.is_copy:
                         piece.local.copy_(value[MASTER])
-                        piece.keep()
+                        piece.forget()
         self.optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def _wait_for_copies(self) -> None:

@@ -23,6 +23,7 @@ from tests.sharding.zero_models import (
     loss_of,
 )
 from tests.sharding.zero_reduction import assert_as_with_ddp
+from tests.writes import WRITES
 
 
 def check_loss_scaling() -> None:
@@ -201,3 +202,42 @@ def check_copies_on_the_cpu_and_master_weights_in_many_buckets() -> None:
     if dist.get_rank() == 0:
         state = zero.state_dict()["state"]
         assert_equal([state[n]["master_weights"] for n in range(6)], [param.detach() for param in exact.parameters()])
+
+
+def check_values_that_are_written_between_steps() -> None:
+    """Copies follow the parameters, whatever wrote into them. Elements that nobody wrote keep their precision."""
+    for options in ({"master_weights": True}, {"master_weights": True, "parameters_as_bucket_view": True}):
+        low, plain = copies(2, torch.bfloat16)
+        exact = plain.float()
+        zero: Any = shoal.ZeroRedundancyOptimizer(low.parameters(), torch.optim.AdamW, lr=1e-3, **options)
+        optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-3)
+        for number, write in enumerate(WRITES.values()):
+            for index, (param, other) in enumerate(zip(low.parameters(), exact.parameters(), strict=True)):
+                generator = torch.Generator().manual_seed(number)
+                other.grad = torch.randint(-2, 3, param.shape, generator=generator) / 4
+                param.grad = other.grad.bfloat16()
+                if (number + index) % 2:
+                    values = param.detach().clone()
+                    values.view(-1)[::2] = other.data.view(-1)[::2] = 2.0 + number
+                    write(param, values)
+            zero.step()
+            optimizer.step()
+            assert_equal(low.parameters(), [param.bfloat16() for param in exact.parameters()], number)
+        assert_same_on_all_ranks(low.parameters())
+
+
+def check_a_saved_copy_that_does_not_fit_the_model() -> None:
+    """The model counts for more, in whatever order the two are loaded."""
+    for model_first in (True, False):
+        low, other = copies(2, torch.bfloat16)
+        zero: Any = shoal.ZeroRedundancyOptimizer(low.parameters(), torch.optim.SGD, lr=0.0, master_weights=True)
+        for param in low.parameters():
+            param.grad = torch.zeros_like(param)
+        zero.step()
+        saved = zero.state_dict()
+        loads = [lambda: low.load_state_dict({k: v + 1 for k, v in other.state_dict().items()})]  # noqa: B023
+        loads.insert(model_first, lambda: zero.load_state_dict(saved))  # type: ignore[arg-type]  # noqa: B023
+        for load in loads:
+            load()
+        zero.step()
+        assert_equal(low.parameters(), [param + 1 for param in other.parameters()])

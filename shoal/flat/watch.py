@@ -1,0 +1,63 @@
+"""Notices what user code writes into a tensor.
+
+The version counter of a tensor misses writes through `.data`, NumPy and DLPack, so the values themselves are compared.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 8  # bytes; sums of 64-bit words take a fraction of the time that sums of 16-bit elements take
+ROWS, COLUMNS = 32, 1021  # a prime number, so that rows of a matrix that change places do not stay in their columns
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Watch:
+    """Notices whether a tensor holds other values than at the last `keep`.
+
+    It keeps a copy of a small tensor. The 64-bit words of a large one lie one after the other in tables of 32 rows and
+    1,021 columns, and it keeps the sum of each column, which takes 1/32 of the tensor's memory. So elements that change
+    places are noticed, too. It is no protection against somebody who wants a tensor with the same sums.
+
+    The tensors are 1-D and contiguous, always of the same length, dtype and device. Everything is computed on that
+    device.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+        self._tensor: Tensor | None = None
+        self._words = self._rest = torch.empty(0, device="cpu")
+
+    def keep(self, tensor: Tensor) -> None:
+        """The values that the tensor has now are the ones to compare with."""
+        self._kept = self._sums(tensor, copy=True)
+
+    def forget(self) -> None:
+        """Until the next `keep`, every tensor counts as written."""
+        self._kept = None
+
+    def is_written(self, tensor: Tensor) -> bool | Tensor:
+        """Whether the tensor holds other values; for a tensor on a device a bool tensor there, for which nobody has
+        waited."""
+        if self._kept is None:
+            return True
+        sums = self._sums(tensor, copy=False)
+        if sums.shape != self._kept.shape:  # it moved to memory with another alignment
+            return True
+        return not torch.equal(sums, self._kept) if sums.device.type == "cpu" else (sums != self._kept).any()
+
+    def _sums(self, tensor: Tensor, *, copy: bool) -> Tensor:
+        if tensor is not self._tensor:
+            size, offset = tensor.element_size(), tensor.storage_offset()
+            whole = 0 if offset * size % WORD else tensor.numel() * size // WORD * WORD // size
+            self._words = tensor[:whole].view(torch.int64) if whole else tensor.view(INTEGERS.get(size, torch.int64))
+            self._rest = tensor[whole:].view(torch.uint8) if whole else self._words[:0]
+            self._tensor = tensor
+        words, rest = self._words, self._rest
+        tables = len(words) // (ROWS * COLUMNS)
+        if not tables and not len(rest):
+            return words.clone() if copy else words
+        whole = tables * ROWS * COLUMNS
+        sums = words[:whole].view(tables, ROWS, COLUMNS).sum(1, dtype=torch.int64)
+        return torch.cat([sums.view(-1), words[whole:].long(), rest.long()])
