@@ -29,6 +29,7 @@ from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
 from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, neutral, neutral_modes, users_modes
 from shoal.flat.replacement import Places, holders_of, living_modules
+from shoal.flat.shown import OwnGroups, Shown, ShowsGroups
 from shoal.flat.span import Span
 from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
 from shoal.flat.watch import Watch
@@ -40,7 +41,10 @@ __all__ = [
     "FlatBuffer",
     "FlatParameter",
     "Layout",
+    "OwnGroups",
     "Places",
+    "Shown",
+    "ShowsGroups",
     "Span",
     "TensorEntry",
     "Watch",

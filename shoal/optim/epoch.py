@@ -308,6 +308,7 @@ class Epoch:
 
     def _end_epoch(self) -> None:
         """End the epoch in this call, or begin to end it in the background."""
+        self._replica.placement.check_groups()
         self._round.vote()  # first: it refuses options, and then nothing has changed
         if self._round.few_are_here():
             return
@@ -353,6 +354,11 @@ class Epoch:
         self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
         self._step_seconds = time.perf_counter() - began
         self._run.tell_state_changed()
+
+    def wait(self) -> None:
+        """Wait until the background thread is done, and leave its result where it is."""
+        if self._ending is not None:
+            wait([self._ending.result])
 
     def take_result(self, *, wait: bool) -> None:
         """Apply the result of the background thread, if there is one. Raises what the thread raised.

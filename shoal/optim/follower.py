@@ -18,14 +18,25 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
-from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral, users_modes
+from shoal.flat import (
+    OwnGroups,
+    Shown,
+    ShowsGroups,
+    after_loading,
+    after_saving,
+    before_loading,
+    before_saving,
+    neutral,
+    users_modes,
+)
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.settings import Settings, Stepped, check_cluster, make_outer, make_trained, samples_of
 from shoal.optim.share import Share
+from shoal.optim.shown_copies import shown_of_pieces
 from shoal.optim.speaker import parameters_of
-from shoal.optim.strand_replica import StrandReplica, groups_of_model
+from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strands_of import strands_of
 from shoal.swarm.gates import admit_to
 
@@ -34,7 +45,7 @@ log = logging.getLogger(__name__)
 AT_RANK_0 = ("tip", "tracker", "local_progress", "on_event", "dht", "outer_optimizer", "metrics_port", "scheduler")
 
 
-class Follower(torch.optim.Optimizer):
+class Follower(ShowsGroups):
     """What `shoal.Optimizer` makes at every rank of a `Cluster` but rank 0. All ranks make each call at once. An error
     of rank 0 is raised here as a `ClusterError`.
 
@@ -77,13 +88,13 @@ class Follower(torch.optim.Optimizer):
         self._failed = ""  # the first error since the last report
         try:
             self._whole = whole = parameters_of(cluster, given["params"])
-            self._groups, defaults = self._make(settings, given)
-            super().__init__([dict(group) for group in self._groups()], defaults)
-            if isinstance(whole, Strands):
-                self.param_groups = self._groups()  # what users write there changes the options of this rank's step
-            else:
+            shown, defaults = self._make(settings, given)
+            super().__init__([dict(group) for group in shown.groups], defaults)
+            if not isinstance(whole, Strands):
                 for group in self.param_groups:
                     group["params"] = [whole.of[id(each)] for each in group["params"]]
+                shown = OwnGroups(self.param_groups, shown.optimizer, elsewhere="rank 0 of the cluster has it")
+            self._shown = shown  # what users write there changes the options of this rank's step
             self._ready = True
             self._call(Report("shoal.Optimizer"))
         except BaseException as error:  # Ctrl-C, too: the others must not wait for a rank that has no optimizer
@@ -93,17 +104,17 @@ class Follower(torch.optim.Optimizer):
             self.shutdown()
             raise
 
-    def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
+    def _make(self, settings: Settings, given: Mapping[str, Any]) -> tuple[Shown, dict[str, Any]]:
         """Make this rank's optimizer and its share of the state.
 
         Returns:
-            A function that returns the parameter groups that users see, and the defaults of the optimizer.
+            What users see of the optimizer, and its defaults.
         """
         whole, optimizer, dht = self._whole, given["optimizer"], given["dht"]
         if not isinstance(whole, Strands):
-            shown = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
-            wraps(self, shown)
-            return lambda: shown.param_groups, shown.defaults
+            template = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
+            wraps(self, template)
+            return Shown(template), template.defaults
         if settings.outer is None:
             made = stepped = make_trained(
                 optimizer, whole.params, given["scheduler"], on_host=False, in_cluster=True, steps_average=True
@@ -126,7 +137,7 @@ class Follower(torch.optim.Optimizer):
         self._share = share = Share(crew, replica, strands_of(settings, replica, made, dht))
         self._gang.when_lost(share.stop)
         replica.give()
-        return lambda: groups_of_model(inner, whole) if has_pieces else inner.param_groups, inner.defaults
+        return shown_of_pieces(inner, whole) if has_pieces else Shown(inner), inner.defaults
 
     @neutral
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
@@ -194,6 +205,8 @@ class Follower(torch.optim.Optimizer):
             ValueError: for arguments that make no sense. The other ranks hear of it.
         """
         with self._telling_errors("step"):
+            if self._shown is not None:
+                self._shown.check()
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             loss = None
             if closure is not None:
@@ -229,6 +242,11 @@ class Follower(torch.optim.Optimizer):
             self._call(Report("state_dict"))
         return {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
+    def settle(self) -> None:
+        """See `shoal.Optimizer.settle`."""
+        if not self._gang.left_in_order and (self._share is not None or self._in_background):
+            self._call(Report("settle"))
+
     @neutral
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `shoal.Optimizer.load_state_dict`. Rank 0 loads the state and sends the parameters. With `strands=1`,
@@ -240,12 +258,6 @@ class Follower(torch.optim.Optimizer):
             self.local_epoch = self._share.epoch
         else:
             self._call(Report("load_state_dict"), self._whole.gather_parameters)
-        self._show_groups()
-
-    def _show_groups(self) -> None:
-        """Show users the new parameter groups, which torch makes when another state is loaded."""
-        if self._share is not None:
-            self.param_groups = self._groups()
 
     def strand_state(self) -> StrandState:
         """See `shoal.Optimizer.strand_state`."""
@@ -267,7 +279,6 @@ class Follower(torch.optim.Optimizer):
                 self._call(Report("strand_state().load_state_dict"))
             finally:
                 checkpoint.own = {}
-            self._show_groups()
             after_loading(self)
 
         return StrandState(give, take)

@@ -1,10 +1,10 @@
-"""The copy of the parameters on the host that an optimizer steps, and the parameter groups that its users see."""
+"""The copy of the parameters on the host that an optimizer steps."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,13 +87,9 @@ class HostCopy:
         if self.pinned:
             torch.cuda.synchronize()
 
-    def param_groups(self, optimizer: torch.optim.Optimizer) -> list[ModelGroup]:
-        """The parameter groups of the optimizer that was made from `groups`, with the model's parameters in them."""
-        made, first = [], 0
-        for index, group in enumerate(optimizer.param_groups):
-            made.append(ModelGroup(group, self.model[first : first + len(group["params"])], self, index))
-            first += len(group["params"])
-        return made
+    def stepped(self) -> dict[Tensor, Tensor]:
+        """For each of the model's parameters, its copy."""
+        return dict(zip(self.model, self._copies, strict=True))
 
     @contextlib.contextmanager
     def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -127,46 +123,3 @@ def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: 
             f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
             "another order than they were given: divide them into groups before, in params="
         )
-
-
-class ModelGroup(MutableMapping[str, Any]):
-    """A parameter group that users see, of an optimizer that steps copies. It has the model's parameters, and the
-    options of the optimizer's group, which users may change.
-
-    Args:
-        group: the optimizer's group.
-        params: the model's parameters.
-        host: the copy on the host, if the optimizer may be stepping in another thread; else None.
-        index: the number of the group.
-    """
-
-    def __init__(
-        self, group: dict[str, Any], params: list[Tensor], host: HostCopy | None = None, index: int = 0
-    ) -> None:
-        self._host, self._index, self._group, self._params = host, index, group, params
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        aside = None if self._host is None else self._host.aside
-        return self._group if aside is None else aside[self._index]
-
-    def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else self._options[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key == "params":
-            raise ValueError("the parameters of a run are fixed")
-        with contextlib.nullcontext() if self._host is None else self._host.lock:
-            self._options[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._options[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._options)
-
-    def __len__(self) -> int:
-        return len(self._options)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

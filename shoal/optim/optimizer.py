@@ -17,6 +17,7 @@ from shoal.cluster.gang import told_to_all
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.flat import (
+    ShowsGroups,
     after_loading,
     after_saving,
     are_neutral,
@@ -56,9 +57,10 @@ from shoal.optim.settings import (
     make_trained,
     samples_of,
 )
+from shoal.optim.shown_copies import shown_of, shown_of_pieces
 from shoal.optim.speaker import Speaker
 from shoal.optim.state import Replica
-from shoal.optim.strand_replica import StrandReplica, groups_of_model
+from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.trainable import check_writable
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
@@ -69,7 +71,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(ShowsGroups):
     """Trains one model together with all peers of the run, as one process with `target_batch_size` would.
 
     >>> dht = shoal.DHT(initial_peers=[...], start=True)
@@ -342,15 +344,19 @@ class Optimizer(torch.optim.Optimizer):
         wrapped = self.optimizer
         wraps(self, wrapped)
         scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's scaler passes itself to `step`, which refuses it
-        super().__init__([dict(group) for group in self._groups()], wrapped.defaults)
-        self.param_groups, self.state = self._groups(), wrapped.state
-        self._ready = True
+        if strands is None or settings.outer is not None:
+            shown = shown_of(wrapped, self._host, lambda: self._epoch.wait())
+        else:
+            shown = shown_of_pieces(wrapped, strands)
+        super().__init__([dict(group) for group in shown.groups], wrapped.defaults)
+        self._shown, self._ready = shown, True
 
         if self._speaker is None or strands is None:
             replica = Replica(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
         else:
             replica = StrandReplica(stepped, extra_tensors, settings, strands, self._speaker.crew, dht)
         self._replica = replica
+        replica.placement.shown = shown
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -548,6 +554,20 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- the state
 
+    def settle(self) -> None:
+        """Wait for what is under way in the background (a round, a step), and apply it. From then until the next
+        `step`, the model and `state_dict` are of the same epoch. Call it before you save the model and the state in
+        different statements, and before you write into the model; in the modes without delays it does nothing.
+
+        In a cluster all ranks make this call at once.
+
+        Raises:
+            AveragingError: as `step`, if the background has raised an error since the last call.
+        """
+        with self._in_trainer("settle"):
+            if self._settings.in_background or isinstance(self._replica, StrandReplica):  # else ranks need not be there
+                self._lead("settle", lambda: self._epoch.take_result(wait=True))
+
     def load_state_from_peers(self, *, timeout: float | None = None) -> bool:
         """Download the state that most peers hold, and continue from it.
 
@@ -650,7 +670,6 @@ class Optimizer(torch.optim.Optimizer):
             if not self._closed:
                 self._check_dht()
             self._epoch.load_state_dict(before_loading(self, state_dict))
-            self._show_groups()
             after_loading(self)
 
         with self._in_trainer("load_state_dict"):
@@ -694,7 +713,6 @@ class Optimizer(torch.optim.Optimizer):
             state = before_loading(self, state)
             checkpoint.check(state)
             self._epoch.continue_from(lambda: checkpoint.take(state))
-            self._show_groups()
             after_loading(self)
 
         def take_all(state: dict[str, Any]) -> None:
@@ -702,16 +720,6 @@ class Optimizer(torch.optim.Optimizer):
                 self._lead("strand_state().load_state_dict", lambda: take(state))
 
         return StrandState(give_all, take_all)
-
-    def _show_groups(self) -> None:
-        """Show users the new parameter groups, which torch makes when another state is loaded."""
-        self.param_groups, self.state = self._groups(), self.optimizer.state
-
-    def _groups(self) -> Any:
-        """The parameter groups as users see them: with the model's parameters."""
-        if self._speaker is not None and self._speaker.strands is not None and self.outer_optimizer is None:
-            return groups_of_model(self.optimizer, self._speaker.strands)
-        return self.optimizer.param_groups if self._host is None else self._host.param_groups(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: all peers must have the same parameters from the beginning.

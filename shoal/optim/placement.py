@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from shoal.flat import FlatBuffer, Places, holders_of, living_modules
+from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules
 from shoal.optim._torch import NormBase, writes_of
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,10 @@ class Placement:
     Attributes:
         unshared: the classes of layers whose running statistics are not in `extra_tensors`, with the number of such
             layers.
+        shown: what users see of the optimizer, once it is made.
     """
+
+    shown: Shown | None = None
 
     def __init__(
         self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str], copied: bool
@@ -75,8 +78,9 @@ class Placement:
 
         Raises:
             ValueError: with the name of a parameter that a module has replaced, or that has another dtype, device or
-                shape than its flat memory.
+                shape than its flat memory; or as `check_groups`.
         """
+        self.check_groups()
         check_places(self._places, self.name_of, "optimizer")
         if list(map(_address_of, self._parameters)) == self._addresses:
             return
@@ -86,6 +90,11 @@ class Placement:
                     f"{self.name_of(index)} is {_described(parameter)} now, and was {_described(view)} when the "
                     "optimizer was made: convert or move the model before that"
                 )
+
+    def check_groups(self) -> None:
+        """Check that the optimizer still has these parameters. Raises ValueError as `Shown.check`."""
+        if self.shown is not None:
+            self.shown.check()
 
     def refuse_ranks(self, cluster: int = 1) -> None:
         """Refuse a model in a wrapper that communicates with other ranks. Each rank would be a peer. Then one rank

@@ -21,7 +21,7 @@ from shoal.flat import Layout, after_loading, after_saving, before_loading, befo
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import structure
-from shoal.optim.host_copy import ModelGroup, check_order
+from shoal.optim.host_copy import check_order
 from shoal.optim.kept import Kept
 from shoal.optim.settings import Settings, Stepped
 from shoal.optim.state import MANIFEST_BYTES, TENSORS_OF_OPTIMIZER, AsGrad, Part, PartState, Replica, hash_of
@@ -479,12 +479,3 @@ def _result(future: Future[Downloaded]) -> Downloaded:
     except BaseException:  # Ctrl-C, too: nobody waits for it any more
         future.cancel()
         raise
-
-
-def groups_of_model(optimizer: torch.optim.Optimizer, strands: Strands) -> list[ModelGroup]:
-    """The parameter groups that users see, of an optimizer that steps pieces: they have the model's parameters."""
-    groups = []
-    for group in optimizer.param_groups:
-        of_first = group["params"][: len(group["params"]) // len(strands.mine)]
-        groups.append(ModelGroup(group, [strands.of[id(piece)] for piece in of_first]))
-    return groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral
+from shoal.flat import OwnGroups, ShowsGroups, after_loading, after_saving, before_loading, before_saving, neutral
 from shoal.functional import functional_optim_map, refuse_functional_form
 from shoal.remote import worker
 from shoal.remote.calls import call_all
@@ -22,7 +23,7 @@ _warned: set[Any] = set()
 """Optimizer classes for which the warning was logged that they have no functional form."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(ShowsGroups):
     """Steps an optimizer on every worker that owns parameters, with the gradients of a distributed autograd context.
 
     It has the interface of `torch.distributed.optim.DistributedOptimizer`, and it is a `torch.optim.Optimizer`: it
@@ -102,6 +103,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # For each group: the names of the options that workers know. Schedulers add entries of their own to a group.
         self._option_names: list[set[str]] = []
         super().__init__(params_rref, {})  # type: ignore[arg-type]
+        here = SimpleNamespace(defaults=self.defaults, state=self.state)  # and not this object, which would hold itself
+        self._shown = OwnGroups(self.param_groups, here, elsewhere="the workers have it; call load_state_dict")
 
     @property
     def remote_optimizers(self) -> list[rpc.RRef[worker.WorkerOptimizer]]:
@@ -138,6 +141,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._places.append(places)
         self._option_names.append(set(first.options))
         self.param_groups.append({"params": rrefs, **options, **first.options})
+        if self._shown is not None:
+            self._shown.fix(self.param_groups, {})
 
     @neutral
     def step(self, context_id: int) -> None:  # type: ignore[override]
@@ -152,6 +157,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 not answer may still make the step. The other workers have made it.
         """
         dist_autograd.get_gradients(context_id)  # raises if there is no such context
+        if self._shown is not None:
+            self._shown.check()
         options = self._options()
         call_all(
             f"the step of {self._name}",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
-from torch.optim import Optimizer
 
+from shoal.flat import ShowsGroups
 from shoal.sharding._torch import JoinConfig, join_config_of
 from shoal.sharding.communication import Communication
 from shoal.sharding.failures import Failures
@@ -21,8 +21,14 @@ from shoal.sharding.partition import Slice
 from shoal.sharding.shard import Shard
 
 
-class JoinableOptimizer(Optimizer, Joinable):
-    """An optimizer that can be in a `Join`."""
+class JoinableOptimizer(ShowsGroups, Joinable):
+    """An optimizer that can be in a `Join`, and that takes its options from `param_groups` at each step."""
+
+    def checked_groups(self) -> Groups:
+        """The parameter groups that users see. Raises ValueError as `Shown.check`."""
+        if self._shown is not None:
+            self._shown.check()
+        return self.param_groups
 
 
 class ShardedStep:
@@ -78,7 +84,7 @@ class ShardedStep:
 
     def take_options(self) -> None:
         """Gives the local optimizer the options that users see."""
-        copy_options(self.groups, self.shard.optimizer.param_groups)
+        copy_options(self._optimizer.checked_groups(), self.shard.optimizer.param_groups)
 
     def show_options(self) -> None:
         """Gives users the options of the local optimizer, which its step may have changed."""

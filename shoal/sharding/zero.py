@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral, users_modes
+from shoal.flat import OwnGroups, after_loading, after_saving, before_loading, before_saving, neutral, users_modes
 from shoal.sharding import consolidation
 from shoal.sharding.arguments import Partition, checked, checked_class, checked_gradients, may_cut
 from shoal.sharding.communication import Communication
@@ -177,7 +177,10 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             self._gradients.watch(params)
         self._sharded.shard.add(groups, slices, parameters.params)
         self._sharded.show_options()
-        self.state = self.optim.state
+        stepped = {piece.param: piece.local for piece in self._sharded.shard.all_pieces}
+        if self._shown is None:
+            self._shown = OwnGroups(self.param_groups, self.optim)
+        self._shown.fix(self.param_groups, stepped)
 
     @neutral
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -390,7 +393,6 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         own.consolidated = None
         own.shard.load(states, options)
         own.show_options()
-        self.state = self.optim.state
         after_loading(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -125,6 +125,30 @@ def some_parameters() -> Any:
     return [grouped, all(parameter.grad is None for parameter in model.parameters())]
 
 
+def groups_are_set() -> Any:
+    """Users set the groups and the state of each rank, and change the parameters in a group in place."""
+    model = layers()
+    optimizer = made(model, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    backward(model)
+    optimizer.step()
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    before = values(model)
+    optimizer.step()
+    found = [values(model) == before, set(optimizer.state) <= set(model.parameters())]
+    if RANK == 0 or STRANDS > 1:
+        optimizer.state = {}
+    else:
+        found.append("rank 0 of the cluster has it" in error_of(setattr, optimizer, "state", {}))
+    optimizer.step()
+    removed = optimizer.param_groups[0]["params"].pop() if RANK == SIZE - 1 else None
+    found.append("parameters of this optimizer are fixed" in error_of(optimizer.step))
+    if removed is not None:
+        optimizer.param_groups[0]["params"].append(removed)
+    optimizer.step()
+    optimizer.settle()
+    return [*found, optimizer.local_epoch]
+
+
 def finished() -> Any:
     model: Any = fully_shard(layers(), mesh=init_device_mesh("cpu", (SIZE,)))
     optimizer = made(model, delay_optimizer_step=True)
@@ -319,7 +343,7 @@ def hooks() -> Any:
 
 CASES = [
     two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
-    unlike, late, ended, hooks, no_memory,
+    unlike, late, ended, hooks, no_memory, groups_are_set,
 ]  # fmt: skip
 
 

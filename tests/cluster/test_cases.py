@@ -54,6 +54,13 @@ def test_the_groups_of_all_ranks_have_the_same_parameters(tmp_path: Path) -> Non
     assert found_by("some_parameters", 2, tmp_path) == [[grouped, True]] * 2
 
 
+@pytest.mark.parametrize("strands", [1, 2])
+def test_groups_that_are_set_count_and_other_parameters_are_refused(tmp_path: Path, strands: int) -> None:
+    for found in found_by("groups_are_set", 2, tmp_path, strands):
+        assert all(found[:-1])
+        assert found[-1] == 4
+
+
 def test_finish_applies_the_last_step_everywhere(tmp_path: Path) -> None:
     first, second = found_by("finished", 2, tmp_path)
     assert first == second

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.optim.group_options import EVERYTHING, GroupOptions, pack, structure, unpack
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.shown_copies import shown_of
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -157,7 +158,8 @@ def test_what_users_write_during_a_step_is_set_aside() -> None:
     """The step is made on another thread, with the options of the run."""
     host = HostCopy([{"params": parameters(1), "lr": 0.1}])
     optimizer = torch.optim.SGD(host.groups)
-    [shown] = host.param_groups(optimizer)
+    host.adopt(optimizer)
+    [shown] = shown_of(optimizer, host).groups
     options = GroupOptions(optimizer, None, host)
     told = GroupOptions(torch.optim.SGD(parameters(1), lr=0.3)).own(0)
     with host.set_aside(optimizer):

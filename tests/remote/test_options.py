@@ -127,3 +127,27 @@ def changes_options_that_are_tensors() -> None:
 
 def test_a_learning_rate_that_is_a_tensor_may_change_in_place(trainer) -> None:
     trainer(changes_options_that_are_tensors)
+
+
+def takes_groups_that_users_set() -> None:
+    tables = make_tables()
+    rrefs, ours = params(tables), local_params()
+    optimizer, local = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1), torch.optim.SGD(ours, lr=0.1)
+    for each in (optimizer, local):
+        each.param_groups = [{**group, "lr": 0.3} for group in each.param_groups]
+    step(optimizer, tables)
+    local_step(local, ours)
+    assert_close(values(rrefs), ours)
+    with pytest.raises(ValueError, match="has 0 groups, and had 1"):
+        optimizer.param_groups = []
+    with pytest.raises(ValueError, match="the workers have it"):
+        optimizer.state = {}
+    removed = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match="the parameters of this optimizer are fixed"):
+        step(optimizer, tables)
+    optimizer.param_groups[0]["params"].append(removed)
+    step(optimizer, tables)
+
+
+def test_groups_may_be_set_and_their_parameters_may_not(trainer) -> None:
+    trainer(takes_groups_that_users_set)

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,41 @@ def check_offload_and_master_weights() -> None:
         second.param_groups[0]["lr"] = 0.0
         second.step()
         assert_equal(network.parameters(), low.parameters())
+
+
+def check_groups_and_state_that_users_set() -> None:
+    """As in torch, with the parameters as the keys of the state; what does not fit is refused."""
+    for options in ({}, {"master_weights": True}, {"partition": "parameters"}, {"reduce_scatter": True}):
+        ours, plain = copies(2, torch.bfloat16 if "master_weights" in options else torch.float32)
+        zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, momentum=0.5, **options)
+        exact = plain.float()
+        optimizer: Any = torch.optim.SGD(exact.parameters(), lr=0.1, momentum=0.5)
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            for param, other in zip(ours.parameters(), exact.parameters(), strict=True):
+                other.grad = torch.randint(-2, 3, param.shape, generator=generator) / 4
+                param.grad = other.grad.to(param.dtype)
+            zero.step()
+            optimizer.step()
+            assert set(zero.state) <= set(ours.parameters())
+            if number == 0:
+                for each in (zero, optimizer):
+                    each.param_groups = [{**group, "lr": 0.2} for group in each.param_groups]
+            elif number == 1:
+                for each in (zero, optimizer):
+                    each.state = defaultdict(dict)
+            else:
+                for each in (zero, optimizer):
+                    each.state.clear()
+        assert_equal(ours.parameters(), [param.to(next(ours.parameters()).dtype) for param in exact.parameters()])
+        group = zero.param_groups[0]
+        for given, words in (([group, group], "has 2 groups"), ([{**group, "params": group["params"][:1]}], "fixed")):
+            with pytest.raises(ValueError, match=words):
+                zero.param_groups = given
+        with pytest.raises(TypeError, match="give a mapping"):
+            zero.state = 3
+        removed = group["params"].pop()
+        with pytest.raises(ValueError, match="parameters of this optimizer are fixed"):
+            zero.step()
+        group["params"].append(removed)
+        zero.step()
