@@ -164,25 +164,25 @@ class ShowsGroups(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Users may change their options, and set other groups with the same parameters."""
-        groups: list[dict[str, Any]] = self.__dict__["_param_groups"] if self._shown is None else self._shown.groups
+        groups: list[dict[str, Any]] = self.__dict__["own param_groups"] if self._shown is None else self._shown.groups
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: Any) -> None:
         if self._shown is None:
-            self.__dict__["_param_groups"] = groups
+            self.__dict__["own param_groups"] = groups
         else:
             self._shown.set_groups(groups)
 
     @property
     def state(self) -> Any:
         """The state of each parameter. Users may change and set it."""
-        return self.__dict__["_state"] if self._shown is None else self._shown.state
+        return self.__dict__["own state"] if self._shown is None else self._shown.state
 
     @state.setter
     def state(self, state: Any) -> None:
         if self._shown is None:
-            self.__dict__["_state"] = state
+            self.__dict__["own state"] = state
         else:
             self._shown.set_state(state)
 

@@ -119,17 +119,22 @@ def clip(
     gradients: list[torch.Tensor],
     max_norm: float,
     measured: Sequence[torch.Tensor] | None = None,
-    norm: Callable[[Sequence[torch.Tensor]], float] = norm_of,
-) -> None:
+    norm_of: Callable[[Sequence[torch.Tensor]], float] = norm_of,
+) -> float:
     """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         measured: the same elements in fewer tensors, whose norm is faster to compute.
-        norm: the function that computes the norm.
+        norm_of: the function that computes the norm.
+
+    Returns:
+        The norm before.
     """
-    factor = max_norm / (norm(measured or gradients) + 1e-6)
+    norm = norm_of(measured or gradients)
+    factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
         foreach_mul_(gradients, factor)
+    return norm
 
 
 class EpochGradients(Vector):
@@ -240,7 +245,7 @@ class EpochGradients(Vector):
         return b""
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
+    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[float | None]:
         """Within this context, the `.grad` of `targets` are a copy of the average. Afterwards they are what they were.
 
         Hooks and kernels may change the copy. The average itself stays, for peers that have missed the round.
@@ -248,16 +253,20 @@ class EpochGradients(Vector):
         Args:
             targets: one tensor for each parameter.
             max_norm: scale the copy down to this norm over all parameters, if its norm is larger.
+
+        Returns:
+            A context of the norm of the average; None without `max_norm`.
         """
+        norm = None
         used = self._used_by_any.tolist()
         foreach_copy_(self.inputs.flat, self.outputs.flat)
         if max_norm is not None:
             flags = self.layout.entries[-1]  # the flags are at the end of their buffer, and not part of the norm
             whole = enumerate(self.inputs.flat)
-            clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
+            norm = clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
         given = zip(self._mean, targets, used, strict=True)
         with in_grad(targets, [mean.to(target.device) if weight > 0 else None for mean, target, weight in given]):
-            yield
+            yield norm
 
 
 @contextlib.contextmanager

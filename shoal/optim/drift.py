@@ -261,22 +261,26 @@ class Drift:
     # -- the way out
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[None]:
+    def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[float | None]:
         """Within this context, the `.grad` of the anchors in this fragment are a copy of the average drift, and those
         of the other anchors are None. Afterwards all `.grad` are what they were.
 
         Args:
             targets: the anchors.
             max_norm: scale the average down to this norm if it is larger.
+
+        Returns:
+            A context of the norm of the average; None without `max_norm`.
         """
+        norm = None
         gradients: list[Tensor | None] = [None] * len(targets)
         for place in self._closed:
             for number, average in zip(self.fragments[place], self.vectors[place].outputs.views(), strict=True):
                 gradients[number] = average.clone()
         if max_norm is not None:
-            clip([gradient for gradient in gradients if gradient is not None], max_norm, norm=norm_of)
+            norm = clip([gradient for gradient in gradients if gradient is not None], max_norm, norm_of=norm_of)
         with in_grad(targets, gradients):
-            yield
+            yield norm
 
     def remember(self, anchors: list[Tensor] | None = None) -> None:
         """Remember the anchors, because they are about to change without this peer's drift, which `publish` keeps.

@@ -423,7 +423,8 @@ class Epoch:
         if outcome is not None:
             epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
             before = self._gradients.moved if isinstance(self._gradients, StrandRounds) else None
-            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=self._step_seconds, before=before))
+            stepping, norm = self._step_seconds, self._replica.grad_norm
+            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=stepping, norm=norm, before=before))
 
     def _count_from(self, tip: Tip) -> None:
         """From now on, accumulate for the epoch that begins with the state `tip`."""

@@ -537,6 +537,7 @@ def report_of(
     *,
     waiting: float = 0.0,
     stepping: float = 0.0,
+    norm: float | None = None,
     before: Moved | None = None,
 ) -> EpochReport:
     """Make the report of a round.
@@ -547,6 +548,7 @@ def report_of(
         digest: the hash of the parameters.
         waiting: the seconds that this peer waited before the round.
         stepping: the seconds of the step after the round.
+        norm: the norm of the average; None if it was not measured.
         before: the bytes and seconds of the strands' rounds, which precede the round of the run.
     """
     before = before or Moved()
@@ -564,4 +566,5 @@ def report_of(
         tip=str(outcome.commit.next_tip),
         waiting_seconds=waiting,
         step_seconds=stepping,
+        grad_norm=norm,
     )

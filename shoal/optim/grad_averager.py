@@ -506,13 +506,12 @@ class AveragerGradients:
         """Nothing to do: there was no round of the run, and the averager's result stays in use."""
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
+    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[float | None]:
         """See `EpochGradients.as_grad`."""
         with self.averager.get_tensors() as averaged:
             gradients = [tensor.to(target, copy=True) for tensor, target in zip(averaged, targets, strict=True)]
         self.averager.notify_used_averaged_gradients()
         self._control = None
-        if max_norm is not None:
-            clip(gradients, max_norm)
+        norm = None if max_norm is None else clip(gradients, max_norm)
         with in_grad(targets, gradients):
-            yield
+            yield norm

@@ -24,6 +24,8 @@ class EpochReport:
         step_seconds: the time in seconds of the optimizer's step.
         state_digest: the hash of the parameters after the step, 64 hex digits.
         tip: the name of the state in the run, see `Optimizer.tip`.
+        grad_norm: the norm of the averaged gradient (of the averaged drift with an outer optimizer) before
+            `max_grad_norm` has scaled it; None without `max_grad_norm`, and at an auxiliary peer.
     """
 
     epoch: int
@@ -39,6 +41,7 @@ class EpochReport:
     tip: str = ""
     waiting_seconds: float = 0.0
     step_seconds: float = 0.0
+    grad_norm: float | None = None
 
     def __str__(self) -> str:
         return (

@@ -48,7 +48,7 @@ MANIFEST_BYTES = 1 << 26
 HASHED_ELEMENTS = 1 << 22
 """The number of elements that are copied from a device at a time, to be hashed."""
 
-AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[None]]
+AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[float | None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Groups = Sequence[dict[str, Any]]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -433,6 +433,8 @@ class Replica(TrainingState):
         buffers: the extra tensors that are averaged.
         placement: where the model's parameters are.
         options: the options of the parameter groups: this peer's own, and the run's.
+        grad_norm: the norm of the last averaged gradient (or drift) before it was clipped; None without
+            `max_grad_norm`.
 
     Raises:
         ValueError: if there is nothing to train, or as `FlatBuffer.adopt`.
@@ -448,6 +450,7 @@ class Replica(TrainingState):
     ) -> None:
         self._settings, self._host = settings, host
         self.drift: Drift | None = None
+        self.grad_norm: float | None = None
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
@@ -550,7 +553,8 @@ class Replica(TrainingState):
             if as_grad is None:
                 self.options.record()
             else:
-                with as_grad(self.stepped, self._settings.max_grad_norm), self.options.of_run(options):
+                with as_grad(self.stepped, self._settings.max_grad_norm) as norm, self.options.of_run(options):
+                    self.grad_norm = norm
                     self._step()
             self.options.step_scheduler()
             self._adopt_new_statistics()

@@ -188,10 +188,10 @@ class StrandDrift(StrandRounds, Drift):
         self.begin_here(self._strands[self._epoch % len(self._strands)], self.samples)
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[None]:
+    def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[float | None]:
         """See `Drift`. Here the average is scaled down by the factor that rank 0 has sent."""
         with Drift.as_grad(self, targets):
             if self._factor < 1.0:
                 foreach_mul_([target.grad for target in targets if target.grad is not None], self._factor)
             self._controls = None
-            yield
+            yield self._norm

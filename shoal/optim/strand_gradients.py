@@ -89,13 +89,13 @@ class StrandGradients(StrandRounds):
         self.begin_here(self._strands, samples)
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[None]:
+    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[float | None]:
         """Within this context, the `.grad` of this rank's pieces are the averages. Afterwards they are what they
-        were."""
+        were. At rank 0 it is a context of the norm that `measure` has noted."""
         with contextlib.ExitStack() as within:
             for pieces, gradients in zip(self._trained, self._gradients, strict=True):
                 within.enter_context(gradients.as_grad(pieces))
             if self._factor < 1.0:
                 foreach_mul_([piece.grad for piece in targets if piece.grad is not None], self._factor)
             self._controls = None
-            yield
+            yield self._norm

@@ -67,6 +67,7 @@ class StrandRounds(ABC):
         self._in_round: Sequence[Strand] = ()
         self._brought_to_rounds = 0.0  # samples of the cluster
         self._factor = 1.0  # the factor that scales the average down
+        self._norm: float | None = None  # of the average; at rank 0, if it is clipped
         self.moved = Moved()
         self._began: Moved | None = None  # the node's counters when the rounds began
 
@@ -162,13 +163,15 @@ class StrandRounds(ABC):
     # -- out of rounds
 
     def measure(self) -> float:
-        """The factor that scales the average of all strands down to `max_norm`. Called at rank 0, before the step."""
+        """The factor that scales the average of all strands down to `max_norm`. Called at rank 0, before the step, of
+        which it notes the norm."""
+        self._norm = None
         if self._max_norm is None:
             return 1.0
         self._crew.tell("norms")
         squares = split(self._carriers, [self.norms_here(), *self._crew.hear()])
-        norm = float(sum(squares)) ** 0.5  # summed in the order of the strands, so that all peers get the same bits
-        return float(min(1.0, self._max_norm / (norm + 1e-6)))
+        self._norm = float(sum(squares)) ** 0.5  # in the order of the strands, so that all peers get the same bits
+        return float(min(1.0, self._max_norm / (self._norm + 1e-6)))
 
     def norms_here(self) -> list[float]:
         """The square of the norm of each strand's average."""
