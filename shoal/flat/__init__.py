@@ -23,6 +23,7 @@ from shoal.flat._torch import grad_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
 from shoal.flat.elementwise import is_per_tensor, needs_sparse_gradients
+from shoal.flat.fingerprint import are_equal, fingerprint
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
@@ -50,10 +51,12 @@ __all__ = [
     "Watch",
     "after_loading",
     "after_saving",
+    "are_equal",
     "are_neutral",
     "before_loading",
     "before_saving",
     "bytes_of",
+    "fingerprint",
     "grad_of",
     "holders_of",
     "is_finite",

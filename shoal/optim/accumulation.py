@@ -103,6 +103,8 @@ class Accumulation:
             replica.step_locally()
             self._local_samples += batch_size
         else:
+            if self.drift is not None and replica.is_at_start:
+                replica.take_over()
             self.enter()
             self.gradients.accumulate(batch_size)
             if self._reuse:

@@ -252,6 +252,7 @@ class StrandCheckpoint:
                 drift.load_state_dict({"anchor": anchors, "samples": common.samples, "steps": common.steps})
             replica.options.refresh()
             replica.take_names(replica.tip_of(common.epoch, common.names), common.names)
+            replica.settle_load()
         self._strands.is_ahead = True
 
 

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
-from shoal.flat import Layout, holders_of, is_finite, pick_kernels
-from shoal.optim._torch import mark_as_stepped, writes_of
+from shoal.flat import FlatBuffer, Layout, are_equal, fingerprint, holders_of, is_finite, pick_kernels
+from shoal.optim._torch import mark_as_stepped
 from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
@@ -79,6 +79,7 @@ class Drift:
         compression: the codec of drifts in a round.
         error_feedback: see `Vector`.
         on_host: if the inner optimizer is on the host, the parameters that it steps in place of the model's.
+        memory: the flat memory of the model, if there are parameters `on_host`.
         turns: for each fragment, the numbers of the parameters in each of its vectors. By default the fragments of
             `choice`, each in one vector.
 
@@ -100,6 +101,7 @@ class Drift:
         error_feedback: float | None = None,
         *,
         on_host: Sequence[Tensor] = (),
+        memory: FlatBuffer | None = None,
         turns: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self.choice, self.inner, self._model, self._anchors = choice, inner, list(model), list(anchors)
@@ -116,9 +118,10 @@ class Drift:
             layout = Layout.of([self._anchors[number] for number in numbers]).on("cpu")
             codecs = plan_codecs(compression, layout, TensorRole.GRADIENT)
             self.vectors.append(Vector(layout, codecs, pinned=pinned, error_feedback=error_feedback))
-        self._on_host = list(on_host)
+        self._on_host, self._memory = list(on_host), memory
         self._is_stale = True  # whether the parameters in `_on_host` are older than the model's
-        self._written: list[tuple[int, int]] = []  # where the model's parameters are, and how often they were written
+        self._places = list(map(Tensor.data_ptr, self._model))  # in that memory
+        self._held: list[Tensor] = []  # the fingerprint of the model after the last inner step; [] if it is not known
         self._is_apart = False  # whether the model may differ from the anchors even without new inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
@@ -156,21 +159,24 @@ class Drift:
         self.inner.step()
         for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
             model.copy_(host)
-        self._written = self._writes()
+        self._held = self._fingerprint()
         self.samples += batch_size
         self.steps += 1
         self._follow()
 
     def _take_to_host(self) -> None:
-        is_stale = self._is_stale or self._writes() != self._written  # the user may have loaded weights
+        is_stale = self._is_stale or not are_equal(self._fingerprint(), self._held)  # the user may have written
         for host, model in zip(self._on_host, self._model, strict=True):
             if is_stale:
                 host.copy_(model)
             host.grad = None if model.grad is None else model.grad.to("cpu")
         self._is_stale = False
 
-    def _writes(self) -> list[tuple[int, int]]:
-        return [(model.data_ptr(), writes_of(model)) for model in self._model] if self._on_host else []
+    def _fingerprint(self) -> list[Tensor]:
+        """The fingerprint of the model, if the inner optimizer is on the host and the model in its flat memory."""
+        if self._memory is None or list(map(Tensor.data_ptr, self._model)) != self._places:
+            return []
+        return fingerprint(self._memory.flat)
 
     def begin(self, epoch: int) -> None:
         """The next inner steps belong to `epoch`."""
@@ -211,6 +217,8 @@ class Drift:
                 model = self._model[number]
                 drift.copy_(model)
                 torch.sub(as_model_has(self._anchors[number], model), drift, out=drift)
+        if not self.has_moved:  # what the user has written since is not lost, even if no inner step follows
+            self._is_apart = any(bool(flat.any()) for place in self._closed for flat in self.vectors[place].inputs.flat)
         keeps = self.choice.is_in_background and self.choice.mix == "keep"
         self._taken = {number: self._model[number].detach().to("cpu", copy=True) for number in self._numbers if keeps}
         self._brought = self.samples, self.steps

@@ -28,7 +28,7 @@ from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, Event
 from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
-from shoal.optim.state import Replica, for_newcomer
+from shoal.optim.state import Replica, Rewritten, for_newcomer
 from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_rounds import StrandRounds
 from shoal.p2p.identity import PeerID
@@ -242,6 +242,7 @@ class Epoch:
     def _count(self) -> None:
         """Report what this peer has accumulated, and end the epoch if its round is due."""
         if self._has_failed:
+            self._replica.take_over()  # the user may have written since
             self._end_in_background(self._brought if self._drift is None else self._taken_anew(self._drift))
         if self.is_busy and self._result_is_due and self._settings.outer is not None and self._settings.outer.delay:
             self.take_result(wait=True)
@@ -481,12 +482,20 @@ class Epoch:
         """
         # A newcomer waits until this peer has applied the last commit, but not forever: the trainer may have stopped.
         await until(lambda: self._replica.tip == self._run.swarm.tip, self._run.state_changed, APPLY_SECONDS)
+        try:
+            return await for_newcomer(self._replica.copy_for_newcomer)
+        except Rewritten as why:
+            log.info("a newcomer waits for this peer's state: %s", why)
+            tip = self._replica.tip
+            await until(lambda: self._replica.tip != tip, self._run.state_changed, APPLY_SECONDS)
         return await for_newcomer(self._replica.copy_for_newcomer)
 
     # -- another state, for this peer
 
     def state_dict(self) -> dict[str, Any]:
         """See `Optimizer`."""
+        if self.is_busy:
+            self._replica.refuse_load()
         self.take_result(wait=True)
         state = self._replica.state_dict()
         state["shoal"]["grad_averager"] = self._accumulation.averager_state()
@@ -501,6 +510,8 @@ class Epoch:
                 self._accumulation.load_averager_state(given)
             self._replica.load_state_dict(state_dict)
 
+        with self._replica.keeping_model(self.is_busy):  # it was loaded before, and a step may be under way
+            self.take_result(wait=True)
         self.continue_from(load)
 
     def continue_from(self, load: Callable[[], None]) -> None:
@@ -530,7 +541,8 @@ class Epoch:
             AveragingError: if nobody could send the state.
             Rejected: if the state does not fit.
         """
-        self.take_result(wait=True)
+        with self._replica.keeping_model(self.is_busy and self._replica.was_loaded):
+            self.take_result(wait=True)
         donors = self._run.donors()
         try:
             return bool(donors) and self._download(donors, timeout)
@@ -605,7 +617,8 @@ class Epoch:
         # The drift of this peer's inner steps is kept on the new state, unless that state has it already, or the owner
         # has pinned another line of states.
         drift, is_in_theirs = self._drift, self._round.may_be_in(mine)
-        may_keep = drift is not None and tip.pin == mine.pin and (drift.has_moved or is_in_theirs)
+        can_keep = tip.pin == mine.pin and not self._replica.was_loaded
+        may_keep = drift is not None and can_keep and (drift.has_moved or is_in_theirs)
         try:
             load = self._replica.make_ready(state, keeps_drift=may_keep)
         except ValueError as error:
@@ -613,7 +626,7 @@ class Epoch:
         fork = self._forks.leave(tip, state.line, self._made_with, givers)
         if drift is not None and is_in_theirs:
             self._accumulation.apply(used=True, is_accumulating=True)
-        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
+        keeps = drift is not None and can_keep and drift.has_moved
         load(keeps)
         self._run.follow(tip)
         self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now

@@ -74,7 +74,15 @@ def make_gradients(
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         on_host = [] if all(a is b for a, b in zip(stepped, replica.trained, strict=True)) else stepped
         return Drift(
-            settings.outer, optimizer, scheduler, *trained, replica.optimizer, codec, feedback, on_host=on_host
+            settings.outer,
+            optimizer,
+            scheduler,
+            *trained,
+            replica.optimizer,
+            codec,
+            feedback,
+            on_host=on_host,
+            memory=replica.model_memory if on_host else None,
         )
     parameters = replica.trained
     if settings.grad_averager_factory is None:

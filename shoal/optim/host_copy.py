@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.flat import FlatBuffer
+from shoal.flat import FlatBuffer, are_equal, fingerprint
 
 
 class HostCopy:
     """The optimizer's own copy of the parameters, on the host. The optimizer steps this copy, and the device keeps only
     parameters and gradients. The trainer continues with the old parameters until `publish` sets the new ones.
 
+    [Note: what users write] Whatever is in the model when a step begins is the model: `follow` takes it. Writes through
+    `.data` or numpy change no address and raise no count. So on the host `follow` copies the model, which takes less
+    time than to compare it. On a device it compares fingerprints that are made there, and reads one number. What is
+    written during a step in the background is overwritten, and `publish` tells of it, from fingerprints as well.
+
     Args:
         params: the argument of an optimizer: tensors, (name, tensor) pairs, or parameter groups of either. They move
             into flat memory when `adopt` has found that an optimizer fits.
         precise: make the copy in float32 where the model has fewer bits.
+        in_background: whether the trainer goes on with the model while the copy is stepped.
         memory: the flat memory in which the parameters are, if they are in one.
 
     Attributes:
@@ -35,14 +41,22 @@ class HostCopy:
         ValueError: if `params` has anything but tensors.
     """
 
-    def __init__(self, params: Iterable[Any], *, precise: bool = False, memory: FlatBuffer | None = None) -> None:
-        given, self._precise = list(params), precise
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        precise: bool = False,
+        in_background: bool = False,
+        memory: FlatBuffer | None = None,
+    ) -> None:
+        given, self._precise, self._in_background = list(params), precise, in_background
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.model: list[Tensor] = []
         self._copies: list[Tensor] = []
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self._memory = memory
+        self._held: list[Tensor] = []  # the fingerprint of the model; [] if it is not known
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 
@@ -75,6 +89,38 @@ class HostCopy:
         assert self._memory is not None
         return self._memory
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether some of the model's parameters are not on the host."""
+        return any(flat.device.type != "cpu" for flat in self.memory.flat)
+
+    def follow(self, own: FlatBuffer) -> None:
+        """Set the copy to the model's parameters, whoever has written them, because a step begins.
+
+        Args:
+            own: the flat memory of the copy.
+        """
+        if not self._is_elsewhere:
+            self.copy(self.memory, own)
+            self._held = fingerprint(self.memory.flat) if self._in_background else []
+            return
+        found = fingerprint(self.memory.flat)
+        if not are_equal(found, self._held):
+            self.copy(self.memory, own)
+        self._held = found
+
+    def publish(self, own: FlatBuffer) -> bool:
+        """Set the model's parameters to the copy.
+
+        Returns:
+            Whether somebody has written to the model since `follow`, while a step was under way in the background.
+        """
+        model = self.memory.flat
+        was_written = self._in_background and self._held != [] and not are_equal(fingerprint(model), self._held)
+        self.copy(own, self.memory)
+        self._held = fingerprint(model) if self._is_elsewhere else []
+        return was_written
+
     @torch.no_grad()
     def copy(self, source: FlatBuffer, target: FlatBuffer) -> None:
         """Set the model's parameters to those on the host, or the other way round. `source` and `target` are the flat
@@ -105,6 +151,21 @@ class HostCopy:
                 for group, old, written in zip(optimizer.param_groups, before, self.aside, strict=True):
                     group.update({k: v for k, v in written.items() if k not in old or v is not old[k]})
                 self.aside = None
+
+
+def listed(params: Iterable[Any]) -> list[Any]:
+    """The argument of an optimizer as lists, which can be read more than once."""
+    given = list(params)
+    if not given or not isinstance(given[0], dict):
+        return given
+    return [{**g, "params": [p] if isinstance(p := g["params"], Tensor) else list(p)} for g in given]
+
+
+def is_on_host(params: list[Any]) -> bool:
+    """Whether all parameters are on the host. `params` is from `listed`."""
+    items = [item for group in params for item in (group["params"] if isinstance(group, dict) else [group])]
+    tensors = [item[1] if isinstance(item, tuple) else item for item in items]
+    return all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:

@@ -330,7 +330,11 @@ class Optimizer(ShowsGroups):
         self._host: HostCopy | None = None  # the copy that `optimizer` steps, if it does not step the model itself
         self.outer_optimizer: torch.optim.Optimizer | None = None
         strands = None if self._speaker is None else self._speaker.strands
-        places = {"on_host": settings.offload_optimizer, "in_cluster": self._speaker is not None}
+        places = {
+            "on_host": settings.offload_optimizer,
+            "in_background": settings.delay_optimizer_step,
+            "in_cluster": self._speaker is not None,
+        }
         if settings.outer is None:
             by_average = not settings.use_local_updates
             inner = stepped = make_trained(optimizer, params, scheduler, **places, steps_average=by_average)
@@ -357,6 +361,8 @@ class Optimizer(ShowsGroups):
             replica = StrandReplica(stepped, extra_tensors, settings, strands, self._speaker.crew, dht)
         self._replica = replica
         replica.placement.shown = shown
+        if settings.outer is not None:
+            replica.watch(replica.trained if self._speaker is None else self._speaker.whole.model)
         if replica.placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
             log.warning(
@@ -523,6 +529,7 @@ class Optimizer(ShowsGroups):
     def _step(
         self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
     ) -> torch.Tensor | None:
+        self._replica.refuse_load()
         if not self._begun:  # by now, frameworks have wrapped and changed the model
             self._replica.placement.refuse_ranks(self._ranks)
             self._replica.take_over()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules
-from shoal.optim._torch import NormBase, writes_of
-
-log = logging.getLogger(__name__)
+from shoal.optim._torch import NormBase
 
 _address_of = Tensor.data_ptr
 _OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -37,8 +34,6 @@ class Placement:
         memory: the flat memory of the parameters.
         extras: the `extra_tensors` of `Optimizer`, which are not in flat memory.
         names: the names that the user gave to the parameters; empty without names.
-        copied: whether the optimizer steps copies of the parameters. Then only the user writes to the parameters
-            themselves.
 
     Attributes:
         unshared: the classes of layers whose running statistics are not in `extra_tensors`, with the number of such
@@ -49,11 +44,10 @@ class Placement:
     shown: Shown | None = None
 
     def __init__(
-        self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str], copied: bool
+        self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str]
     ) -> None:
-        self._parameters, self._views, self._names, self._copied = list(parameters), memory.views(), names, copied
+        self._parameters, self._views, self._names = list(parameters), memory.views(), names
         self._addresses = list(map(_address_of, self._parameters))
-        self._versions = self._count_writes()
         tensors = [*parameters, *extras]
         holders = holders_of(tensors)
         self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
@@ -136,43 +130,32 @@ class Placement:
         return None
 
     @torch.no_grad()
-    def take_over(self) -> bool:
+    def take_over(self) -> None:
         """Copy the parameters that other code has moved to other memory into the flat memory, and make them views of it
         again.
-
-        Returns:
-            Whether the flat memory may hold other values than before.
 
         Raises:
             ValueError: as `check`. Then nothing has changed.
         """
         self.check()
-        addresses = list(map(_address_of, self._parameters))
-        versions = self._count_writes()
-        if (addresses, versions) == (self._addresses, self._versions):
-            return False
+        if list(map(_address_of, self._parameters)) == self._addresses:
+            return
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter)
                 parameter.data = view
-        self._addresses, self._versions = list(map(_address_of, self._parameters)), versions
-        return True
+        self._addresses = list(map(_address_of, self._parameters))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Make the parameters views of the flat memory again. Its values are newer than theirs, and stay."""
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+    def restore(self) -> bool:
+        """Make the parameters views of the flat memory again. Its values are newer than theirs, and stay. Returns
+        whether one of the parameters had other values."""
+        had_others = False
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr() and _is_alike(parameter, view):
-                if not torch.equal(parameter, view):
-                    log.warning(
-                        "what was set as %s while a step was under way in the background is overwritten by that step; "
-                        "call optimizer.state_dict() before you change the model, which waits for the step",
-                        self.name_of(index),
-                    )
+                had_others |= not torch.equal(parameter, view)
                 parameter.data = view
-
-    def _count_writes(self) -> list[int]:
-        return [writes_of(parameter) for parameter in self._parameters] if self._copied else []
+        return had_others
 
 
 def check_places(places: Places, name_of: Callable[[int], str], trainer: str) -> None:

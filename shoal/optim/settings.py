@@ -18,7 +18,7 @@ from shoal.averaging.options import term_of
 from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.host_copy import HostCopy
+from shoal.optim.host_copy import HostCopy, is_on_host, listed
 from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.sharding.cut import cut_already
@@ -358,13 +358,16 @@ def make_trained(
     scheduler: AnyScheduler | None,
     *,
     on_host: bool,
+    in_background: bool = False,
     in_cluster: bool = False,
     steps_average: bool = False,
 ) -> Stepped:
     """Make the local optimizer and its scheduler.
 
     Args:
-        on_host: make a copy of the parameters on the host, and the optimizer over that copy.
+        on_host: make a copy of the parameters on the host, and the optimizer over that copy; none if all parameters are
+            there and nothing steps `in_background`.
+        in_background: the trainer goes on with the model while the optimizer steps, so it needs a copy.
         in_cluster: a `ZeroRedundancyOptimizer` does not divide the parameters. The cluster has divided them already, or
             rank 0 steps all of them.
         steps_average: the optimizer steps the average of the peers' gradients, and not this peer's own.
@@ -381,7 +384,9 @@ def make_trained(
                 "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
                 "and params="
             )
-        host = HostCopy(params)
+        params = listed(params)
+        if in_background or not is_on_host(params):
+            host = HostCopy(params, in_background=in_background)
     made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
     own = [parameter for group in made.param_groups for parameter in group["params"]]
     names = [name for group in made.param_groups for name in group.get("param_names", ())]
@@ -403,13 +408,14 @@ def make_outer(
     scheduler: AnyScheduler | None,
     *,
     on_host: bool,
+    in_background: bool = False,
     in_cluster: bool = False,
     pieces: Sequence[Any] | None = None,
 ) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
     """Make the inner optimizer, the anchor and the outer optimizer.
 
     Args:
-        on_host, in_cluster: see `make_trained`, of the inner optimizer.
+        on_host, in_background, in_cluster: see `make_trained`, of the inner optimizer.
         pieces: parameter groups. If given, the anchor is a copy of these, and not of the model's parameters.
 
     Returns:
@@ -418,7 +424,9 @@ def make_outer(
     Raises:
         ValueError: as `make_trained`, or if `outer.optimizer` makes no optimizer.
     """
-    made = inner, _, host = make_trained(optimizer, params, scheduler, on_host=on_host, in_cluster=in_cluster)
+    made = inner, _, host = make_trained(
+        optimizer, params, scheduler, on_host=on_host, in_background=in_background, in_cluster=in_cluster
+    )
     if pieces is not None:
         anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True)
         return made, anchor, _make_outer(outer, anchor)

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
+from shoal.cluster.whole import local
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, after_loading, before_loading, bytes_of, pick_kernels, without_hooks
 from shoal.flat.allocation import memory_for
@@ -27,6 +29,7 @@ from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.kept import Kept
+from shoal.optim.loads import Loads
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
@@ -47,6 +50,9 @@ MANIFEST_BYTES = 1 << 26
 
 HASHED_ELEMENTS = 1 << 22
 """The number of elements that are copied from a device at a time, to be hashed."""
+
+WANTED_SECONDS = 120.0
+"""After a newcomer has asked for a state that the user had changed meanwhile, each step makes a copy for so long."""
 
 AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[float | None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -432,6 +438,7 @@ class Replica(TrainingState):
         shared: the averaged part of the state: parameters and statistics.
         buffers: the extra tensors that are averaged.
         placement: where the model's parameters are.
+        model_memory: the flat memory of the model's parameters.
         options: the options of the parameter groups: this peer's own, and the run's.
         grad_norm: the norm of the last averaged gradient (or drift) before it was clipped; None without
             `max_grad_norm`.
@@ -451,13 +458,18 @@ class Replica(TrainingState):
         self._settings, self._host = settings, host
         self.drift: Drift | None = None
         self.grad_norm: float | None = None
+        self._loads: Loads | None = None
+        self._made: Snapshot | None = None  # a copy of the state that the last step has made
+        self._wanted_until = 0.0  # steps make such copies until then
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
         super().__init__(optimizer, scheduler, extra_tensors, pinned=host is not None and host.pinned)
         model, memory = (self.parameters, self.memory) if host is None else (host.model, host.memory)
         names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-        self.placement = Placement(model, memory, extra_tensors, names, copied=host is not None)
+        self.placement = Placement(model, memory, extra_tensors, names)
+        self.model_memory = memory
+        self._told_of_writes = False  # whether a warning has told of writes during a step in the background
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in model if not parameter.requires_grad]
         self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -519,16 +531,81 @@ class Replica(TrainingState):
         return names <= set(self._settings.average_opt_statistics)
 
     def take_over(self) -> None:
-        """Continue from the model's parameters as other code has set them, see `Placement.take_over`. Do not call this
-        while a step is under way in the background, because the parameters on the host are newer than the model's."""
+        """Continue from the model's parameters as other code has set them, in whatever way. Do not call this while a
+        step is under way in the background, because the parameters on the host are newer than the model's.
+
+        The digest stays: it is that of what the last step has made, in every mode. Only at the start of a run, when
+        each peer has made its own parameters, the peers compare those.
+        """
         with self._lock:
-            changed = self.placement.take_over()
-            if self.drift is not None:  # after the first epoch or inner step, changes of the model are drift
-                changed = changed and not (self.tip.epoch or self.drift.has_moved)
-            if changed and self._host is not None:
-                self._host.copy(self._host.memory, self.memory)
-        if changed:
-            self.state_digest = self.digest()
+            self.placement.take_over()
+            self._follow_model()
+            if not self.tip.epoch:
+                self.state_digest = self.digest()
+
+    @torch.no_grad()
+    def _follow_model(self) -> None:
+        if self._host is None:
+            return
+        if self.drift is None:
+            self._host.follow(self.memory)
+        elif self.is_at_start:
+            self._host.copy(self._host.memory, self.memory)
+        else:  # the changes of trained parameters are drift
+            for frozen, kept in zip(self.frozen, self._not_stepped, strict=True):
+                kept.copy_(frozen)
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether this peer has no part in any step yet. With an outer optimizer, the model then is the anchor."""
+        return not self.tip.epoch and not (self.drift is not None and self.drift.has_moved)
+
+    # -- loaded by the user
+
+    def watch(self, model: Sequence[Tensor]) -> None:
+        """Notice loads into the parameters `model` from now on, because with an outer optimizer these are no drift."""
+        tensors = [parameter for parameter in model if parameter.requires_grad]
+        self._loads = Loads(tensors, lambda: hash_of(local(tensor).detach().contiguous() for tensor in tensors))
+
+    @property
+    def was_loaded(self) -> bool:
+        """Whether a checkpoint was loaded into the model, after the start, and no call has said what it means."""
+        if self._loads is None or not self._loads.changed_the_model:
+            return False
+        if self.is_at_start:
+            self._loads.settle()
+            return False
+        return True
+
+    def refuse_load(self) -> None:
+        """Refuse to go on from a checkpoint that was loaded into the model alone.
+
+        Raises:
+            RuntimeError: if there is one. Nothing has changed then.
+        """
+        if self.was_loaded:
+            raise RuntimeError(
+                "a checkpoint was loaded into the model (load_state_dict) after the first inner step. DiLoCo would take "
+                "its values for the result of inner steps, and one peer alone can't move the anchor that all peers "
+                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state of this '
+                "optimizer that was saved with the model; "
+                "optimizer.load_state_dict(optimizer.optimizer.state_dict()), to make the loaded values the anchor; "
+                "optimizer.load_state_from_peers(), to continue from the run's state. Or load the old values back"
+            )
+
+    @contextlib.contextmanager
+    def keeping_model(self, yes: bool) -> Iterator[None]:
+        """If `yes`, the model has the same values after this context as before, whatever sets it within."""
+        model = [*self.trained, *self.frozen] if yes else []
+        values, told = [parameter.detach().clone() for parameter in model], self._told_of_writes
+        self._told_of_writes |= yes
+        try:
+            yield
+        finally:
+            self._told_of_writes = told
+            with torch.no_grad():
+                for parameter, value in zip(model, values, strict=True):
+                    parameter.copy_(value)
 
     # -- steps
 
@@ -559,7 +636,9 @@ class Replica(TrainingState):
             self.options.step_scheduler()
             self._adopt_new_statistics()
             self.tip = tip
-        self.state_digest = hash_of(self.shared.outputs.flat) if with_state and is_local else self.digest()
+            # Before the lock is released: a newcomer's copy is compared with it.
+            self.state_digest = hash_of(self.shared.outputs.flat) if with_state and is_local else self.digest()
+            self._copy_if_wanted()
 
     def step_locally(self) -> None:
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
@@ -590,8 +669,15 @@ class Replica(TrainingState):
                 for frozen, kept in zip(self.frozen, self._not_stepped, strict=True):
                     frozen.copy_(kept)
         elif self._host is not None:
-            self.placement.restore()
-            self._host.copy(self.memory, self._host.memory)
+            had_others = self.placement.restore()
+            was_written = self._host.publish(self.memory)
+            if (had_others or was_written) and not self._told_of_writes:
+                self._told_of_writes = True
+                log.warning(
+                    "what was written into the model while a step was under way in the background is overwritten by "
+                    "that step: call optimizer.state_dict() before you write, which waits for the step (this is said "
+                    "once)"
+                )
 
     def _shared_tensors(self) -> list[Tensor | None]:
         tensors: list[Tensor | None] = [*self.parameters]
@@ -602,14 +688,41 @@ class Replica(TrainingState):
     # -- sent to newcomers, taken over from others, saved and loaded
 
     def copy_for_newcomer(self) -> Snapshot:
-        """A snapshot of the state after the last epoch.
+        """A snapshot of the state after the last epoch. In the modes without a copy, the user may have written to the
+        parameters since, and then they are no longer the state of that tip.
 
         Raises:
+            Rewritten: if they are not. Then the next steps make copies.
             ValueError: if the optimizer holds something that can't be sent.
         """
-        compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
         with self._lock:
-            return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
+            if self._made is not None and self._made.tip == self.tip:
+                return self._made
+            snapshot, digest = self._copy_now(), self.state_digest
+        if self._settings.use_local_updates or self._digest_of(snapshot) in (None, digest):
+            return snapshot
+        self._wanted_until = time.monotonic() + WANTED_SECONDS
+        raise Rewritten("the model was written to since the last step: ask after the next one")
+
+    def _copy_now(self) -> Snapshot:
+        compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
+        return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
+
+    def _digest_of(self, snapshot: Snapshot) -> bytes | None:
+        """The digest of a snapshot of the whole state, in which the parameters come first; None if they are on several
+        devices, and so in another order."""
+        layout = self.memory.layout
+        if len(layout.buffers) != len(layout.on("cpu").buffers):
+            return None
+        pairs = zip(snapshot.buffers, layout.buffers, strict=False)
+        return hash_of(buffer[: spec.numel] for buffer, spec in pairs)
+
+    def _copy_if_wanted(self) -> None:
+        """Copy the state that a step has made for newcomers, if the user changes it before they can be served."""
+        self._made = None
+        if time.monotonic() < self._wanted_until:
+            with contextlib.suppress(ValueError, MemoryError), memory_for("a copy of the state", MemoryError):
+                self._made = self._copy_now()
 
     def exact_copy(self) -> Kept:
         """An uncompressed copy of the state after the last epoch, with the line of states that leads to it.
@@ -661,7 +774,8 @@ class Replica(TrainingState):
                 self.line.take_over(state.line, state.manifest.tip)
                 self.tip = state.manifest.tip
                 self.publish()
-            self.state_digest = self.digest()
+                self.settle_load()
+                self.state_digest = self.digest()
 
         return load
 
@@ -691,7 +805,8 @@ class Replica(TrainingState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a copy of a state dict. The parameters are those of the model.
 
-        The dict is from `state_dict`, or from the local optimizer; with the latter, the tip stays. A dict of hivemind
+        The dict is from `state_dict`, or from the local optimizer. With the latter the epoch stays; if the parameters
+        are not those of the tip, the tip changes, and the state that had it outranks this one. A dict of hivemind
         has an epoch and nothing else of this class. It counts as `target_batch_size` samples for each epoch.
         """
         given = copy.deepcopy(state_dict)
@@ -714,7 +829,15 @@ class Replica(TrainingState):
                 self._host.copy(self._host.memory, self.memory)
             if tip is not None:
                 self.take_names(tip, ours)
-        self.state_digest = self.digest()
+            self.settle_load()
+            before, self.state_digest = self.state_digest, self.digest()
+            if tip is None and self.tip.epoch and self.state_digest != before:
+                self.tip = self.tip.rewritten(self.state_digest)
+
+    def settle_load(self) -> None:
+        """What was loaded into the model belongs to the state now."""
+        if self._loads is not None:
+            self._loads.settle()
 
     def names(self) -> dict[str, Any]:
         """The tip and the line, for a state dict."""
@@ -768,6 +891,10 @@ class Replica(TrainingState):
 def _is_statistic(value: object, parameter: Tensor) -> bool:
     """Whether something in the optimizer's state can be averaged: real numbers, one for each of the parameter's."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and not value.is_complex()
+
+
+class Rewritten(Refused):
+    """This peer's parameters are not those of its tip, because the user has written to them."""
 
 
 async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:

@@ -119,7 +119,9 @@ class TrainingStateAverager(DecentralizedAverager):
         self.opt_keys_for_averaging, self.extra_tensors = tuple(names), list(extra_tensors)
         check_real(self.extra_tensors, "extra tensor")
         check_writable(self.extra_tensors, "extra tensor")
-        self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, on_host=offload_optimizer)
+        self.optimizer, self.scheduler, host = make_trained(
+            optimizer, params, scheduler, on_host=offload_optimizer, in_background=True
+        )
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)
         self._state = TrainingState(self.optimizer, self.scheduler, self.extra_tensors, flat=False)

@@ -159,6 +159,12 @@ class StrandDrift(StrandRounds, Drift):
             self._pieces.gather_parameters()
             self._is_gathered = True
 
+    def gather_anew(self) -> None:
+        """Gather the pieces, even if there were no inner steps since, because the user may have written. All ranks call
+        this at once."""
+        self._is_gathered = self._pieces.is_ahead
+        self.gather()
+
     # -- into rounds and out of them
 
     def close(self, scale: float = 1.0) -> float:

@@ -141,18 +141,20 @@ class StrandReplica(Replica):
         return [p for p in model if p.requires_grad], [p for p in model if not p.requires_grad]
 
     def take_over(self) -> None:
-        """See `Replica`. Here other code may set the model's parameters only until the first epoch has ended."""
-        if not self.tip.epoch and not (self.drift is not None and self.drift.has_moved):
-            self.crew.tell("take over")
-            self.take_over_here()
+        """See `Replica`."""
+        self.crew.tell("take over")
+        self.take_over_here()
+        if not self.tip.epoch:
             self.state_digest = self.digest()
 
     def take_over_here(self) -> None:
-        """Copy the pieces of this rank from the model."""
+        """Copy the pieces of this rank from the model, unless they are newer."""
         with self._lock:
-            self.strands.gather_parameters()
-            if self._host is not None:
-                self._host.copy(self._host.memory, self.memory)
+            if isinstance(self.drift, StrandDrift):
+                self.drift.gather_anew()
+            elif not self.strands.is_ahead:
+                self.strands.gather_parameters()
+            self._follow_model()
 
     def publish(self) -> None:
         """See `Replica`."""
@@ -438,6 +440,7 @@ class StrandReplica(Replica):
             self.adopt_statistics()
             if plain["epoch"] is not None:
                 self.take_names(self.tip_of(plain["epoch"], plain), plain)
+            self.settle_load()
         self.strands.is_ahead = True
         if not (self.strands.rank or self.crew.has_finished):
             self.state_digest = self.digest()

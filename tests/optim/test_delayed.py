@@ -105,7 +105,7 @@ def test_the_trainer_goes_on_during_the_round_and_the_step(alone: Alone) -> None
 
 def test_state_of_the_optimizer_is_on_the_host_and_its_options_are_shared(alone: Alone) -> None:
     model = make_model()
-    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"], offload_optimizer=True)
+    optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"], delay_optimizer_step=True)
     inner = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
     outer = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(a is b for a, b in zip(outer, model.parameters(), strict=True))
@@ -116,9 +116,22 @@ def test_state_of_the_optimizer_is_on_the_host_and_its_options_are_shared(alone:
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.01
     backward(model, *fixed_batch(0))
     optimizer.step(batch_size=64)
+    optimizer.state_dict()  # waits for the step
     assert torch.equal(flat(model), torch.cat([parameter.detach().flatten() for parameter in inner]))
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": shoal.DiLoCo(inner_steps=4)}], ids=["epochs", "diloco"])
+def test_on_the_host_and_without_delays_an_offloaded_optimizer_steps_the_model_itself(
+    alone: Alone, options: dict[str, Any]
+) -> None:
+    model = make_model()
+    target = {} if options else {"target_batch_size": 64}
+    optimizer = alone(model, optimizer=OPTIMIZERS["adamw"], offload_optimizer=True, **options, **target)
+    backward(model, *fixed_batch(0))
+    optimizer.step(batch_size=64)
+    assert all("exp_avg" in optimizer.state[parameter] for parameter in model.parameters())
 
 
 def test_errors_of_the_background_surface_in_the_next_step(alone: Alone) -> None:

@@ -49,6 +49,17 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
         epoch, samples = min(self.epoch + 1, LAST_EPOCH), min(self.samples + samples, MOST_SAMPLES)
         return Tip(epoch, lineage, samples, self.pin)
 
+    def rewritten(self, digest: bytes) -> Tip:
+        """The tip of this state after its user has set parameters with the hash `digest`. It has the same epoch and
+        samples. This tip outranks it, so that one peer alone does not move the run; without other peers it stays. Peers
+        that set the same parameters get the same tip."""
+        for number in range(256):
+            seed = self.lineage + digest + bytes([number])
+            lineage = blake3(b"shoal rewritten\0" + seed).digest()
+            if lineage < self.lineage:
+                break
+        return Tip(self.epoch, lineage, self.samples, self.pin)
+
     def outranks(self, other: Tip) -> bool:
         """Whether a swarm that holds both states keeps this one. These decide, in this order: the newer pin, more
         samples, more epochs, the larger hash."""
