@@ -20,12 +20,13 @@ from shoal.flat import Layout
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.drift import Drift
+from shoal.optim.frozen import described_frozen
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
 from shoal.optim.reports import EpochReport
 from shoal.optim.run import Run
 from shoal.optim.settings import PLACE_TIMES, Settings, Stepped
-from shoal.optim.state import Replica
+from shoal.optim.state import Replica, names_of
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import StrandReplica
@@ -38,6 +39,7 @@ from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusab
 from shoal.swarm.protocol.messages import Begin, Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
+from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place
@@ -126,6 +128,13 @@ def make_run(
         "param_groups": term_of(structure(replica.described_groups)),
         "strands": "1",
     }
+    compared: list[Tensors] = []
+    if replica.frozen:
+        agreed["frozen_parameters"] = how = "send" if replica.always_sends_frozen else settings.frozen_parameters
+        if how in ("sample", "hash"):
+            frozen = described_frozen(replica.frozen, names_of(wrapped, replica.frozen), whole=how == "hash")
+            compared.append(frozen)
+            schemas.append(repr(frozen.shapes).encode())
     sizes: tuple[int, ...] = ()  # stays empty if the gradients have rounds of their own
     in_turn: tuple[tuple[int, ...], ...] = ()
     usual: list[Vector] = [replica.shared]  # the vectors that most rounds average
@@ -171,7 +180,7 @@ def make_run(
         chunk_elements=largest_chunk(spec.dtype.itemsize for layout in layouts for spec in layout.buffers),
         element_bytes=encoded_bytes(usual),
     )
-    names = [name for group in replica.described_groups for name in group.get("param_names", ())]
+    names = replica.described_names
     trained = [name for name, tensor in zip(names, replica.described, strict=False) if tensor.requires_grad]
     of_model = [tensor for tensor in replica.described if tensor.requires_grad] if has_strands else replica.trained
     place = Place(
@@ -184,6 +193,7 @@ def make_run(
             described("parameters", replica.described, names),
             described("trained parameters", of_model, trained),
             described("extra_tensors", extras),
+            *compared,
         ],
     )
     return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)

@@ -27,11 +27,14 @@ class HostCopy:
             into flat memory when `adopt` has found that an optimizer fits.
         precise: make the copy in float32 where the model has fewer bits.
         in_background: whether the trainer goes on with the model while the copy is stepped.
+        frozen: copy frozen parameters, too, because they are part of the state. Otherwise the optimizer gets the
+            model's own, which it does not step.
         memory: the flat memory in which the parameters are, if they are in one.
 
     Attributes:
         groups: the same parameter groups with the copies as parameters, from which the optimizer is made.
-        model: the model's parameters, in order.
+        given: the model's parameters, in order.
+        model: those that are copied.
         pinned: whether the copies should be in pinned memory, because some of the model's parameters are on a GPU.
         aside: while a step in the background uses the options in the optimizer's groups: other options, which users
             read and write. Else None.
@@ -47,12 +50,14 @@ class HostCopy:
         *,
         precise: bool = False,
         in_background: bool = False,
+        frozen: bool = False,
         memory: FlatBuffer | None = None,
     ) -> None:
-        given, self._precise, self._in_background = list(params), precise, in_background
+        given, self._precise, self._in_background, self._frozen = list(params), precise, in_background, frozen
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        self.given: list[Tensor] = []
         self.model: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._own: list[Tensor] = []  # what the optimizer gets
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self._memory = memory
@@ -69,18 +74,22 @@ class HostCopy:
             return name, self._host(tensor)
         if not isinstance(item, Tensor):
             raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
+        self.given.append(item)
+        if not (item.requires_grad or self._frozen):
+            self._own.append(item)
+            return item
         self.model.append(item)
         fewer = self._precise and item.is_floating_point() and item.element_size() < 4
         dtype = torch.float32 if fewer else item.dtype
         copy = nn.Parameter(item.detach().to("cpu", dtype, copy=True), requires_grad=item.requires_grad)
-        self._copies.append(copy)
+        self._own.append(copy)
         return copy
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer has the parameters of `groups` in their order, see `check_order`. Then move the
         model's parameters into flat memory, if they are in none. Raises ValueError as `FlatBuffer.adopt`."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        check_order(optimizer, own, self._copies)
+        check_order(optimizer, own, self._own)
         self._memory = self._memory or FlatBuffer.adopt(self.model)
 
     @property
@@ -134,8 +143,8 @@ class HostCopy:
             torch.cuda.synchronize()
 
     def stepped(self) -> dict[Tensor, Tensor]:
-        """For each of the model's parameters, its copy."""
-        return dict(zip(self.model, self._copies, strict=True))
+        """For each of the model's parameters, what the optimizer gets."""
+        return dict(zip(self.given, self._own, strict=True))
 
     @contextlib.contextmanager
     def set_aside(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

@@ -195,6 +195,11 @@ class Optimizer(ShowsGroups):
             same arguments, and make every call of it, at once. `batch_size` is that of each rank. Needs `params` and an
             `optimizer` function. Each rank steps its strands and keeps their optimizer state. With `strands=1`, rank 0
             steps the whole model and keeps all of the state.
+        frozen_parameters: what happens to parameters with requires_grad=False, such as the base model under adapters.
+            "sample": each peer has its own, and peers compare 4 KiB of each when they meet; one that differs is refused
+            by name. "hash": they compare all of it. "send": newcomers download them with the state. "own": nothing
+            compares or sends them. Tensors that are quantized (integers, or classes of their own) are not compared. If
+            a cluster has several strands, they are part of the state. Peers need the same choice.
         metrics_port: the port of 127.0.0.1 on which this peer serves its metrics for Prometheus, at `/metrics`. 0 takes
             any free port, see the attribute `metrics_port`. None serves none.
 
@@ -267,6 +272,7 @@ class Optimizer(ShowsGroups):
         outer: DiLoCo | None = None,
         error_feedback: float | None = None,
         cluster: Cluster | None = None,
+        frozen_parameters: str = "sample",
     ) -> None:
         if cluster is not None:
             CLUSTER.check("cluster", cluster)
@@ -334,6 +340,7 @@ class Optimizer(ShowsGroups):
             "on_host": settings.offload_optimizer,
             "in_background": settings.delay_optimizer_step,
             "in_cluster": self._speaker is not None,
+            "frozen": settings.sends_frozen,
         }
         if settings.outer is None:
             by_average = not settings.use_local_updates

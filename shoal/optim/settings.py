@@ -93,6 +93,7 @@ NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name
 FOLDER = Kind("the name of a folder", (str, os.PathLike))
 OUTER = Kind("a shoal.DiLoCo", DiLoCo)
 CLUSTER = Kind("a shoal.Cluster", Cluster)
+FROZEN = Kind('"sample", "hash", "send" or "own"', str, lambda what: what in ("sample", "hash", "send", "own"))
 COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
@@ -179,6 +180,7 @@ class Settings:
     metrics_port: Annotated[int | None, PORT]
     outer: Annotated[DiLoCo | None, OUTER]
     error_feedback: Annotated[float | None, FRACTION]
+    frozen_parameters: Annotated[str, FROZEN]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:
@@ -267,6 +269,11 @@ class Settings:
     def in_background(self) -> bool:
         """Whether the trainer continues during some part of the end of an epoch."""
         return self.averages_in_background or self.delay_optimizer_step
+
+    @property
+    def sends_frozen(self) -> bool:
+        """Whether frozen parameters are part of the state, which newcomers download."""
+        return self.frozen_parameters == "send"
 
     def agreed(self) -> dict[str, str]:
         """The options here that must be equal in a run, by name: the number of samples, the modes, the codecs, what a
@@ -361,6 +368,7 @@ def make_trained(
     in_background: bool = False,
     in_cluster: bool = False,
     steps_average: bool = False,
+    frozen: bool = False,
 ) -> Stepped:
     """Make the local optimizer and its scheduler.
 
@@ -371,6 +379,7 @@ def make_trained(
         in_cluster: a `ZeroRedundancyOptimizer` does not divide the parameters. The cluster has divided them already, or
             rank 0 steps all of them.
         steps_average: the optimizer steps the average of the peers' gradients, and not this peer's own.
+        frozen: frozen parameters are part of the state.
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure or sparse
@@ -386,11 +395,11 @@ def make_trained(
             )
         params = listed(params)
         if in_background or not is_on_host(params):
-            host = HostCopy(params, in_background=in_background)
+            host = HostCopy(params, in_background=in_background, frozen=frozen)
     made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
     own = [parameter for group in made.param_groups for parameter in group["params"]]
     names = [name for group in made.param_groups for name in group.get("param_names", ())]
-    model = own if host is None else host.model
+    model = own if host is None else host.given
     check_real(model, names=names)
     check_writable(model, names=names)
     if steps_average:
@@ -411,11 +420,12 @@ def make_outer(
     in_background: bool = False,
     in_cluster: bool = False,
     pieces: Sequence[Any] | None = None,
+    frozen: bool = False,
 ) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
     """Make the inner optimizer, the anchor and the outer optimizer.
 
     Args:
-        on_host, in_background, in_cluster: see `make_trained`, of the inner optimizer.
+        on_host, in_background, in_cluster, frozen: see `make_trained`, of the inner optimizer.
         pieces: parameter groups. If given, the anchor is a copy of these, and not of the model's parameters.
 
     Returns:
@@ -424,19 +434,18 @@ def make_outer(
     Raises:
         ValueError: as `make_trained`, or if `outer.optimizer` makes no optimizer.
     """
-    made = inner, _, host = make_trained(
-        optimizer, params, scheduler, on_host=on_host, in_background=in_background, in_cluster=in_cluster
-    )
+    places = {"on_host": on_host, "in_background": in_background, "in_cluster": in_cluster}
+    made = inner, _, host = make_trained(optimizer, params, scheduler, **places, frozen=frozen)
     if pieces is not None:
-        anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True)
+        anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True, frozen=True)
         return made, anchor, _make_outer(outer, anchor)
-    model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.model)
+    model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.given)
     groups = []
     for group in inner.param_groups:
         tensors = [next(model) for _ in group["params"]]
         names = group.get("param_names")
         groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
-    anchor = HostCopy(groups, precise=True, memory=None if host is None else host.memory)
+    anchor = HostCopy(groups, precise=True, frozen=frozen, memory=None if host is None else host.memory)
     return made, anchor, _make_outer(outer, anchor)
 
 

@@ -141,8 +141,10 @@ class TrainingState:
         flat: move the parameters into flat memory now (`parameter.data` becomes a view of it), and the tensors of the
             optimizer's state after the first step. If False, all tensors stay where they are.
         pinned: keep the parameters in pinned host memory, which a GPU reaches directly.
+        frozen: whether frozen parameters are part of the state.
 
     Attributes:
+        parameters: the optimizer's parameters that are part of the state.
         memory: with `flat`, the flat memory of the parameters.
     """
 
@@ -154,10 +156,12 @@ class TrainingState:
         *,
         flat: bool = True,
         pinned: bool = False,
+        frozen: bool = True,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = list(extra_tensors)
-        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        own = parameters_of(optimizer)
+        self.parameters: list[Tensor] = [parameter for parameter in own if frozen or parameter.requires_grad]
         self._is_flat = flat
         if flat:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
@@ -432,6 +436,7 @@ class Replica(TrainingState):
         line: the lineages through which this state went, the tip's last.
         state_digest: the blake3 hash of the parameters, 32 bytes.
         trained, frozen: the model's parameters that require gradients, and the others.
+        param_names: the names of `parameters`, if the user has given any.
         stepped: the optimizer's own parameters that belong to `trained`.
         drift: with an outer optimizer, the drift of the model from the anchor, which the parameters here are; else
             None.
@@ -446,6 +451,9 @@ class Replica(TrainingState):
     Raises:
         ValueError: if there is nothing to train, or as `FlatBuffer.adopt`.
     """
+
+    always_sends_frozen = False
+    """Whether frozen parameters are part of the state, whatever the settings say."""
 
     def __init__(
         self,
@@ -464,18 +472,21 @@ class Replica(TrainingState):
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
-        super().__init__(optimizer, scheduler, extra_tensors, pinned=host is not None and host.pinned)
+        given = parameters_of(optimizer) if host is None else host.given
+        if not any(parameter.requires_grad for parameter in given):
+            raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
+        pinned, frozen = host is not None and host.pinned, settings.sends_frozen or self.always_sends_frozen
+        super().__init__(optimizer, scheduler, extra_tensors, pinned=pinned, frozen=frozen)
         model, memory = (self.parameters, self.memory) if host is None else (host.model, host.memory)
-        names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-        self.placement = Placement(model, memory, extra_tensors, names)
+        self.param_names = names_of(optimizer, self.parameters)
+        self.placement = Placement(model, memory, extra_tensors, self.param_names)
         self.model_memory = memory
         self._told_of_writes = False  # whether a warning has told of writes during a step in the background
         self.trained = [parameter for parameter in model if parameter.requires_grad]
-        self.frozen = [parameter for parameter in model if not parameter.requires_grad]
+        self.frozen = [parameter for parameter in given if not parameter.requires_grad]
         self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._sent_frozen = [parameter for parameter in model if not parameter.requires_grad]
         self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
-        if not self.trained:
-            raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
         compression = settings.state_averaging_compression
         kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
         roles = [TensorRole.OPTIMIZER if name else TensorRole.PARAMETER for name in kinds]
@@ -511,6 +522,11 @@ class Replica(TrainingState):
         return self.parameters
 
     @property
+    def described_names(self) -> list[str]:
+        """The names of `described`, if the user has given any."""
+        return self.param_names
+
+    @property
     def described_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, whose structure peers compare."""
         return self.optimizer.param_groups
@@ -518,7 +534,7 @@ class Replica(TrainingState):
     @property
     def max_nbytes(self) -> int:
         """The largest size of a state of this model, in bytes."""
-        own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self.frozen])
+        own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self._sent_frozen])
         return (
             TENSORS_OF_OPTIMIZER * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
         )
@@ -552,7 +568,7 @@ class Replica(TrainingState):
         elif self.is_at_start:
             self._host.copy(self._host.memory, self.memory)
         else:  # the changes of trained parameters are drift
-            for frozen, kept in zip(self.frozen, self._not_stepped, strict=True):
+            for frozen, kept in zip(self._sent_frozen, self._not_stepped, strict=True):
                 kept.copy_(frozen)
 
     @property
@@ -596,7 +612,7 @@ class Replica(TrainingState):
     @contextlib.contextmanager
     def keeping_model(self, yes: bool) -> Iterator[None]:
         """If `yes`, the model has the same values after this context as before, whatever sets it within."""
-        model = [*self.trained, *self.frozen] if yes else []
+        model = [*self.trained, *self._sent_frozen] if yes else []
         values, told = [parameter.detach().clone() for parameter in model], self._told_of_writes
         self._told_of_writes |= yes
         try:
@@ -666,7 +682,7 @@ class Replica(TrainingState):
             self.placement.take_over()
             self.drift.publish()
             with torch.no_grad():
-                for frozen, kept in zip(self.frozen, self._not_stepped, strict=True):
+                for frozen, kept in zip(self._sent_frozen, self._not_stepped, strict=True):
                     frozen.copy_(kept)
         elif self._host is not None:
             had_others = self.placement.restore()
@@ -786,7 +802,24 @@ class Replica(TrainingState):
             ValueError: if a part is no state.
             NoMemoryForState: if there is no memory to decode one.
         """
-        return [PartState.of(state, self._whole)]
+        return [self._without_frozen(PartState.of(state, self._whole))]
+
+    def _without_frozen(self, state: PartState) -> PartState:
+        """The state without frozen parameters, which a kept state of an older release has."""
+        scalars, all_of_them = state.scalars, [] if self._not_stepped else parameters_of(self.optimizer)
+        if len(state.tensors) - len(scalars.statistics) - scalars.extras != len(all_of_them) or not self.frozen:
+            return state
+        places = [number for number, parameter in enumerate(all_of_them) if parameter.requires_grad]
+        new = {old: number for number, old in enumerate(places)}
+        if any(old not in new for old, *_ in [*scalars.statistics, *scalars.values]):
+            return state  # it is refused
+        tensors = [*(state.tensors[place] for place in places), *state.tensors[len(all_of_them) :]]
+        renumbered = msgspec.structs.replace(
+            scalars,
+            statistics=[(new[old], name) for old, name in scalars.statistics],
+            values=[(new[old], name, value) for old, name, value in scalars.values],
+        )
+        return PartState(tensors, renumbered, state.part)
 
     def state_dict(self) -> dict[str, Any]:
         """The local optimizer's state dict, with the epoch in `["state"]["local_epoch"]` and everything else under
@@ -886,6 +919,19 @@ class Replica(TrainingState):
                 self.optimizer.load_state_dict(outer)
             after_loading(self.optimizer)
             drift.load_state_dict(ours["drift"])
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[str]:
+    """The names that users gave to these parameters of an optimizer; [] if they gave none."""
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    chosen = set(map(id, parameters))
+    pairs = zip(names, parameters_of(optimizer), strict=False)
+    return [name for name, parameter in pairs if id(parameter) in chosen]
 
 
 def _is_statistic(value: object, parameter: Tensor) -> bool:

@@ -92,6 +92,8 @@ class StrandReplica(Replica):
         ValueError: as `Replica`; if the optimizer does not have all pieces, or does not treat each element alike.
     """
 
+    always_sends_frozen = True
+
     def __init__(
         self,
         stepped: Stepped,
@@ -181,6 +183,11 @@ class StrandReplica(Replica):
             torch.empty(model.shape, dtype=mine.dtype, device="meta", requires_grad=mine.requires_grad)
             for model, mine in zip(self.strands.model, own, strict=True)
         ]
+
+    @property
+    def described_names(self) -> list[str]:
+        """See `Replica`."""
+        return [name for group in self.described_groups for name in group.get("param_names", ())]
 
     @property
     def described_groups(self) -> list[dict[str, Any]]:

@@ -454,7 +454,7 @@ def test_frozen_parameters_are_of_the_state(alone: Alone, way: str) -> None:
         return model
 
     donor, newcomer = frozen(0), frozen(1)
-    giver, taker = make(alone, donor), make(alone, newcomer)
+    giver, taker = (make(alone, model, frozen_parameters="send") for model in (donor, newcomer))
     for number in range(4):
         step(donor, giver, number)
     if way == "download":

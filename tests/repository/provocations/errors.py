@@ -308,6 +308,15 @@ def thaws_a_parameter_in_the_run(scene: Scene) -> str:
     return raised(lambda: optimizer.step(batch_size=64))
 
 
+@provokes('param_groups[N]["params"] has … parameters, and had …', "param_groups has N groups, and had M")
+def sets_other_groups(scene: Scene) -> str:
+    optimizer: Any = scene.optimizer()
+    other = [{**optimizer.param_groups[0], "params": []}]
+    return raised(lambda: setattr(optimizer, "param_groups", other)) + raised(
+        lambda: setattr(optimizer, "param_groups", [])
+    )
+
+
 @provokes("the parameters of a run are fixed")
 def adds_a_group_later(scene: Scene) -> str:
     return raised(lambda: scene.optimizer().add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
