@@ -129,8 +129,9 @@ def make_run(
         "strands": "1",
     }
     compared: list[Tensors] = []
-    if replica.frozen:
-        agreed["frozen_parameters"] = how = "send" if replica.always_sends_frozen else settings.frozen_parameters
+    if replica.frozen and not replica.always_sends_frozen:
+        if (how := settings.frozen_parameters) != "sample":
+            agreed["frozen_parameters"] = how
         if how in ("sample", "hash"):
             frozen = described_frozen(replica.frozen, names_of(wrapped, replica.frozen), whole=how == "hash")
             compared.append(frozen)

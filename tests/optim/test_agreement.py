@@ -56,6 +56,7 @@ FREE: dict[str, Any] = {
     "metrics_port": 0,
     "error_feedback": 1.0,
     "kept_state_dir": "no folder is made before a state is kept",
+    "frozen_parameters": "own",  # compared only where there are some: tests/optim/test_frozen.py
 }
 
 SPELLINGS: list[dict[str, Any]] = [  # keys that are a peer's own, and other words for what the others have
@@ -133,8 +134,8 @@ def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> Non
         ({"params": make_model()[:4].parameters()}, "the number of parameters is 4 here, and 6 there"),
         (
             {"params": partly_frozen()},
-            "the number of trained parameters is 5 here, and 6 there; trained parameters[0] is "
-            "float32[20] here, and float32[20, 10] there",
+            "the number of parameters is 5 here, and 6 there; parameters[0] is float32[20] here, and float32[20, 10] "
+            "there",
         ),
         ({"params": grouped()}, "param_groups is 2 tensors with slow, 4 tensors here, and 6 tensors there"),
     ],

@@ -14,6 +14,7 @@ import shoal
 from shoal.optim.frozen import described_frozen
 from shoal.optim.kept import Keeper
 from shoal.optim.reports import DownloadReport
+from shoal.swarm import contacts
 from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol.errors import AveragingError
 
@@ -44,6 +45,7 @@ class Adapted(nn.Module):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol_peer, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(contacts, "ALONE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -111,6 +113,10 @@ def test_another_base_is_refused_by_name(first: shoal.DHT) -> None:
     with shoal.DHT(list(map(str, first.get_visible_maddrs())), start=True) as second:
         with pytest.raises(AveragingError, match=words):
             make(second, other).step(batch_size=0)
+        with pytest.raises(AveragingError, match="frozen_parameters is own here, and nothing there"):
+            make(second, Adapted(), frozen_parameters="own").step(batch_size=0)
+        with pytest.raises(AveragingError, match="the number of parameters is 4 here, and 2 there"):
+            make(second, Adapted().requires_grad_()).step(batch_size=0)
         make(second, Adapted()).shutdown()
     one.shutdown()
 
