@@ -608,7 +608,7 @@ for dtype in (torch.float32, torch.float64):
     outer = Nesterov(lr=0.7)(anchors)
     for _ in range(3):
         drifts = [of(size) for size in sizes]
-        clip(drifts, 0.3, norm=norm_of)
+        clip(drifts, 0.3, norm_of=norm_of)
         for anchor, drift in zip(anchors, drifts):
             anchor.grad = drift
         outer.step()
