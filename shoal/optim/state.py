@@ -583,9 +583,9 @@ class Replica(TrainingState):
         if self.was_loaded:
             raise RuntimeError(
                 "a checkpoint was loaded into the model (load_state_dict) after the first inner step. DiLoCo would "
-                "take its values for the result of inner steps, and one peer alone can't move the anchor that all peers "
-                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state of this '
-                "optimizer that was saved with the model; "
+                "take its values for the result of inner steps, and one peer alone can't move the anchor that all "
+                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state that '
+                "was saved with the model; "
                 "optimizer.load_state_dict(optimizer.optimizer.state_dict()), to make the loaded values the anchor; "
                 "optimizer.load_state_from_peers(), to continue from the run's state. Or load the old values back"
             )

@@ -122,9 +122,7 @@ class Elsewhere(HostCopy):
 
 @pytest.mark.parametrize("mode", ["offload", "diloco"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_writes_on_a_device_are_seen(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, mode: str, write: Write
-) -> None:
+def test_writes_on_a_device_are_seen(alone: Alone, monkeypatch: pytest.MonkeyPatch, mode: str, write: Write) -> None:
     monkeypatch.setattr("shoal.optim.settings.HostCopy", Elsewhere)
     monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)
     outer = {"outer": shoal.DiLoCo(inner_steps=100)} if mode == "diloco" else {}

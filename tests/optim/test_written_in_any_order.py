@@ -113,8 +113,7 @@ class Plain:
             pairs = list(zip(self.anchor.parameters(), self.model.parameters(), strict=True))
             layers = [pairs[:2], pairs[2:4], pairs[4:]]
             dealt = [pair for layer in layers[self.epochs % self.fragments :: self.fragments] for pair in layer]
-            for anchor, parameter in pairs:
-                anchor.grad = None
+            self.outer.zero_grad()
             for anchor, parameter in dealt:
                 anchor.grad = anchor - parameter
             self.outer.step()
@@ -128,14 +127,17 @@ class Plain:
         self.outer.state.clear()
         self.steps = 0
 
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.model, self.anchor, self.optimizer, self.outer
+
     def state(self) -> Any:
-        parts = self.model, self.anchor, self.optimizer, self.outer
-        return copy.deepcopy(([part.state_dict() for part in parts], self.steps, self.epochs))
+        return copy.deepcopy(([part.state_dict() for part in self._parts], self.steps, self.epochs))
 
     def load(self, state: Any) -> None:
         parts, self.steps, self.epochs = copy.deepcopy(state)
-        for part, saved in zip((self.model, self.anchor, self.optimizer, self.outer), parts, strict=True):
-            part.load_state_dict(saved)
+        for load, saved in zip((part.load_state_dict for part in self._parts), parts, strict=True):
+            load(saved)
 
 
 @pytest.mark.timeout(1800)
@@ -156,7 +158,7 @@ def test_training_goes_as_with_plain_torch(alone: Alone) -> None:
             COUNTED[mode, kind, way] += 1
             seed += 1000 * next(writes)  # other values than before: a model that has its old ones again is not refused
             write(model, way, seed)
-            write(twin, way, seed)
+            write(twin, "p.copy_" if way in WAYS else way, seed)  # with assign=True torch forgets what it trains
             if is_outer and way in LOADS and not plain.is_at_start:
                 with pytest.raises(RuntimeError, match="a checkpoint was loaded into the model"):
                     optimizer.step()
