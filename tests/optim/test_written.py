@@ -360,3 +360,37 @@ def replica_digest(model: nn.Module) -> bytes:
     twin = nn.Linear(3, 2)
     WRITES["p.copy_"](twin, values_of(twin, 5))
     return hash_of(FlatBuffer.adopt(list(twin.parameters())).flat)
+
+
+# -- a cluster whose ranks carry strands
+
+
+@pytest.mark.parametrize("write", [*WRITES.values(), *LOADS.values()], ids=[*WRITES, *LOADS])
+def test_what_is_written_into_the_model_of_a_cluster_is_the_model(alone: Alone, write: Write) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = make(alone, model, cluster=shoal.Cluster(strands=2))
+    for number in (3, 5):
+        write(model, values_of(model, number))
+        go(model, optimizer, 2, by=1.0)
+        assert_all(model, number - 0.2)
+
+
+@pytest.mark.parametrize("way", ["p.data.copy_", "p.data =", "numpy"])
+def test_what_is_written_into_the_model_of_a_cluster_is_drift_with_an_outer_optimizer(alone: Alone, way: str) -> None:
+    model = nn.Linear(3, 2)
+    outer = shoal.DiLoCo(inner_steps=4, optimizer=shoal.outer.SGD(lr=1.0))
+    optimizer = make(alone, model, cluster=shoal.Cluster(strands=2), outer=outer)
+    WRITES[way](model, values_of(model, 3))
+    optimizer.step(batch_size=0)
+    WRITES[way](model, values_of(model, 5))
+    go(model, optimizer, 4)
+    assert_all(model, 5)
+    WRITES[way](model, values_of(model, 4))
+    go(model, optimizer, 2, by=1.0)
+    assert_all(model, 3.8)
+    LOADS["load_state_dict"](model, values_of(model, 7))
+    with pytest.raises(RuntimeError, match="a checkpoint was loaded into the model"):
+        go(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    go(model, optimizer, 8)
+    assert_all(model, 7)
