@@ -362,6 +362,15 @@ def replica_digest(model: nn.Module) -> bytes:
     return hash_of(FlatBuffer.adopt(list(twin.parameters())).flat)
 
 
+def test_what_is_saved_before_the_first_inner_step_has_the_written_values_as_its_anchor(alone: Alone) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=2))
+    WRITES["numpy"](model, values_of(model, 5))
+    optimizer.load_state_dict(optimizer.state_dict())
+    go(model, optimizer, 6)
+    assert_all(model, 5)
+
+
 # -- a cluster whose ranks carry strands
 
 
