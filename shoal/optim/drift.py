@@ -381,6 +381,12 @@ class Drift:
         elif residuals and given:
             log.warning("the residuals of error_feedback are those of other fragments: they begin anew")
 
+    @torch.no_grad()
+    def forget_residuals(self) -> None:
+        """Begin anew with `error_feedback`: what was not sent yet belongs to another anchor."""
+        for residual in self._residuals():
+            residual.values.zero_()
+
     def _residuals(self) -> list[Residual]:
         return [residual for vector in self.vectors for residual in vector.residuals if residual is not None]
 

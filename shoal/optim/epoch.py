@@ -497,6 +497,8 @@ class Epoch:
         if self.is_busy:
             self._replica.refuse_load()
         self.take_result(wait=True)
+        if self._drift is not None and self._replica.is_at_start and self.state is not EpochState.CLOSED:
+            self._replica.take_over()  # the model is the anchor that is saved
         state = self._replica.state_dict()
         state["shoal"]["grad_averager"] = self._accumulation.averager_state()
         return state

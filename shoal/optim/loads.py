@@ -29,7 +29,7 @@ class Loads:
         for module in {id(holder.module): holder.module for holder in holders_of(self._tensors)}.values():
             if module not in _hooked:
                 _hooked.add(module)
-                module.register_load_state_dict_pre_hook(_before_load)
+                module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         _watched.update({id(tensor): self for tensor in self._tensors})
 
     def begin(self) -> None:

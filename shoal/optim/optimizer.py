@@ -484,7 +484,8 @@ class Optimizer(ShowsGroups):
             ValueError: for arguments that make no sense; if the model's parameters were replaced, converted or moved
                 since the optimizer was made; if a wrapper for several ranks holds them; or if gradients that are
                 accumulated in `.grad` were cleared.
-            RuntimeError: if another thread is in this optimizer, or after a `shutdown` of it or of its DHT.
+            RuntimeError: if another thread is in this optimizer, or after a `shutdown` of it or of its DHT; with
+                `outer`, if a checkpoint was loaded into the model alone, after the first inner step.
             ClusterError: in a cluster, if a rank is lost or has raised an error.
         """
         with self._in_trainer("step"):

@@ -601,10 +601,10 @@ class Replica(TrainingState):
         """
         if self.was_loaded:
             raise RuntimeError(
-                "a checkpoint was loaded into the model (load_state_dict) after the first inner step. DiLoCo would take "
-                "its values for the result of inner steps, and one peer alone can't move the anchor that all peers "
-                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state of this '
-                "optimizer that was saved with the model; "
+                "a checkpoint was loaded into the model (load_state_dict) after the first inner step. DiLoCo would "
+                "take its values for the result of inner steps, and one peer alone can't move the anchor that all "
+                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state that '
+                "was saved with the model; "
                 "optimizer.load_state_dict(optimizer.optimizer.state_dict()), to make the loaded values the anchor; "
                 "optimizer.load_state_from_peers(), to continue from the run's state. Or load the old values back"
             )
@@ -902,7 +902,7 @@ class Replica(TrainingState):
 
     def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
         """Load the inner optimizer's state, and the outer optimizer's with the anchor. If the dict has no anchor, the
-        anchor becomes the model's parameters."""
+        anchor becomes the model's parameters, and what the outer optimizer and `error_feedback` keep begins anew."""
         assert self._host is not None
         # The hooks of both come before anything changes: one that raises leaves everything as it was.
         inner = before_loading(drift.inner, inner)
@@ -919,6 +919,9 @@ class Replica(TrainingState):
                 self.optimizer.load_state_dict(outer)
             after_loading(self.optimizer)
             drift.load_state_dict(ours["drift"])
+        else:
+            self.optimizer.state.clear()
+            drift.forget_residuals()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -17,7 +17,7 @@ from shoal.averaging.options import term_of
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
-from shoal.flat import Layout, after_loading, after_saving, before_loading, before_saving
+from shoal.flat import Layout, Places, after_loading, after_saving, before_loading, before_saving
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import structure
@@ -120,6 +120,8 @@ class StrandReplica(Replica):
             own = [parameter for group in stepped.optimizer.param_groups for parameter in group["params"]]
             check_order(stepped.optimizer, own, strands.pieces)
         super().__init__(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
+        self._places_of_model = Places(strands.model)
+        self._places_of_model.keep()
 
     def digest(self) -> bytes:
         """The hashes of this rank's strands, one after the other; at rank 0, one hash of the hashes of all strands."""

@@ -479,13 +479,15 @@ def test_the_plan_of_a_round_counts_the_bytes_that_are_sent(alone: Alone) -> Non
     assert coded._run.rules.element_bytes < 1.0
 
 
-def test_weights_that_are_loaded_into_an_offloaded_model_count(alone: Alone) -> None:
+def test_weights_that_are_written_into_an_offloaded_model_count(alone: Alone) -> None:
     model = make_model()
     optimizer = make(alone, model, offload_optimizer=True)
     for number in range(6):
         step(model, optimizer, number)
     loaded = make_model(3)
-    model.load_state_dict(loaded.state_dict())
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
+            parameter.copy_(value)
     step(model, optimizer, 6)
     step(loaded, make_sgd(loaded.parameters()), 6)
     torch.testing.assert_close(flat(model), flat(loaded))
@@ -582,7 +584,11 @@ def test_a_framework_clips_each_inner_step() -> None:
 
 
 @pytest.mark.parametrize("outer", [None, shoal.DiLoCo()])
-def test_an_offloaded_optimizer_has_the_parameters_in_the_given_order(alone: Alone, outer: Any) -> None:
+def test_an_offloaded_optimizer_has_the_parameters_in_the_given_order(
+    alone: Alone, outer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)  # as on a device
+
     def regrouped(params: Any) -> torch.optim.Optimizer:
         given = list(params)
         given = given[0]["params"] if isinstance(given[0], dict) else given

@@ -247,9 +247,8 @@ def test_who_sets_other_values_downloads_the_runs_state(dht: shoal.DHT) -> None:
         train_until(2)
         set_data(models[1], 2)
         train_until(3)
-        assert not any(
-            isinstance(report, shoal.DownloadReport) for heard in reports for report in heard if report.epoch > 1
-        )
+        later = [report for heard in reports for report in heard if report.epoch > 1]
+        assert not any(isinstance(report, shoal.DownloadReport) for report in later), later
         train_until(4)
         kinds = [type(report) for heard in reports for report in heard if report.epoch == 4]
         assert shoal.DownloadReport in kinds, reports

@@ -20,7 +20,7 @@ import shoal
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.swarm.protocol import coordinator
-from tests.optim.models import OPTIMIZERS, make_model
+from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 from tests.repository.error_tables import Scene, provokes, raised
 
 
@@ -223,6 +223,16 @@ def wraps_the_model_for_two_ranks(scene: Scene) -> str:
     be_one_of_two_ranks(scene)
     model = DistributedDataParallel(make_model())
     return raised(lambda: scene.optimizer(params=model.parameters()).step(batch_size=64))
+
+
+@provokes("a checkpoint was loaded into the model (load_state_dict) after the first inner step")
+def loads_the_model_alone_in_the_midst_of_diloco(scene: Scene) -> str:
+    model = make_model()
+    optimizer = scene.optimizer(params=model.parameters(), outer=shoal.DiLoCo(inner_steps=4), target_batch_size=None)
+    backward(model, *fixed_batch(0))
+    optimizer.step(batch_size=64)
+    model.load_state_dict(make_model(1).state_dict())
+    return raised(lambda: optimizer.step(batch_size=64))
 
 
 @provokes("tensor N is a DTensor")

@@ -142,7 +142,7 @@ def it_leaves_the_running_statistics_out(scene: Scene) -> None:
     scene.optimizer(params=model.parameters())
 
 
-@provokes("what was set as parameter … is overwritten by that step")
+@provokes("what was written into the model while a step was under way in the background is overwritten by that step")
 def it_changes_the_model_while_a_step_is_under_way(scene: Scene) -> None:
     optimizer = scene.optimizer(delay_optimizer_step=True)
     optimizer.step(batch_size=64)
