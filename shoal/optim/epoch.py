@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from shoal.health.record import FaultKind
+from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.drift import Drift
@@ -386,6 +387,7 @@ class Epoch:
         if ending is None:
             return None
         result = ending.result
+        finished(result)
         error = result.exception()
         failed = result.result() is None if error is None else not isinstance(error, Behind)
         self._ending = None
@@ -433,7 +435,7 @@ class Epoch:
         self._accumulation.stop()
         ending = self._ending  # the trainer may be waiting for it, too
         if ending is not None:
-            wait([ending.result], timeout)
+            finished(ending.result, timeout)
         self._thread.shutdown(wait=ending is None or ending.result.done())
         self.state = EpochState.CLOSED
         self.take_result(wait=False)
@@ -504,11 +506,12 @@ class Epoch:
             self.applied = self._replica.tip
             return
         self._accumulation.leave()
-        load()
-        if not self._run.swarm.believes(self._replica.tip):  # its pin is of another run
-            self._replica.tip = replace(self._replica.tip, pin=0)
-        self._run.follow(self._replica.tip)
-        self._restart(self._replica.tip, keeps_drift=self._drift is not None)
+        with unbroken():
+            load()
+            if not self._run.swarm.believes(self._replica.tip):  # its pin is of another run
+                self._replica.tip = replace(self._replica.tip, pin=0)
+            self._run.follow(self._replica.tip)
+            self._restart(self._replica.tip, keeps_drift=self._drift is not None)
 
     def load_state(self, timeout: float) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -604,21 +607,22 @@ class Epoch:
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
         fork = self._forks.leave(tip, state.line, self._made_with, givers)
-        if drift is not None and is_in_theirs:
-            self._accumulation.apply(used=True, is_accumulating=True)
-        keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
-        load(keeps)
-        self._run.follow(tip)
-        self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
-        if state.lossy:
-            self._round.machine.has_lossy_state(tip.epoch)
-        digest = self._replica.state_digest.hex()
-        was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
+        with unbroken():
+            if drift is not None and is_in_theirs:
+                self._accumulation.apply(used=True, is_accumulating=True)
+            keeps = drift is not None and drift.has_moved and tip.pin == mine.pin
+            load(keeps)
+            self._run.follow(tip)
+            self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
+            if state.lossy:
+                self._round.machine.has_lossy_state(tip.epoch)
+            digest = self._replica.state_digest.hex()
+            was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
+            self._restart(tip, keeps_drift=keeps)
         if fork is not None:
             self._forks.left(fork)
         elif mine.epoch and was_made_apart and not tip.is_state_of(mine):
             self._forks.caught_up(mine, tip, givers)
-        self._restart(tip, keeps_drift=keeps)
         self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
         return True
 
@@ -706,10 +710,11 @@ class Epoch:
         load = self._replica.make_ready(state)
         fork = self._forks.leave(tip, state.line, self._made_with, [])
         self._accumulation.leave()
-        load(False)  # with an outer optimizer, the model becomes the anchor
-        self._run.follow(tip)
-        self._made_with = frozenset()
-        self._restart(tip)
+        with unbroken():
+            load(False)  # with an outer optimizer, the model becomes the anchor
+            self._run.follow(tip)
+            self._made_with = frozenset()
+            self._restart(tip)
         log.warning("this peer continues from the state that it had left: epoch %d, tip %s", tip.epoch, tip)
         if fork is not None:
             self._forks.left(fork)

@@ -19,6 +19,7 @@ from shoal.cluster.gang import ClusterError, Gang, told_to_all
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
 from shoal.flat import after_loading, after_saving, before_loading, before_saving, neutral, users_modes
+from shoal.interrupts import holding, users_handlers
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
@@ -53,6 +54,7 @@ class Follower(torch.optim.Optimizer):
         TypeError: if `dht` is missing where ranks carry strands.
     """
 
+    @holding
     @neutral
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
         with told_to_all(cluster.group):
@@ -128,6 +130,7 @@ class Follower(torch.optim.Optimizer):
         replica.give()
         return lambda: groups_of_model(inner, whole) if has_pieces else inner.param_groups, inner.defaults
 
+    @holding
     @neutral
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks. `collect` makes the collectives that precede what rank 0 does."""
@@ -152,8 +155,9 @@ class Follower(torch.optim.Optimizer):
             if verdict.changed:
                 with self._gang.collectives():
                     self._whole.spread(self._extras)
-        except KeyboardInterrupt:  # the next call would hear messages of this one
-            self._gang.leave()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: the next call would hear messages of this one
+                self._gang.leave()
             raise
         finally:
             self._trainer.release()
@@ -179,6 +183,7 @@ class Follower(torch.optim.Optimizer):
                 self._call(Report(call, error=f"{type(error).__name__}: {error}"[:4096]))
             raise
 
+    @holding
     @neutral
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -197,7 +202,7 @@ class Follower(torch.optim.Optimizer):
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             loss = None
             if closure is not None:
-                with users_modes(), torch.enable_grad():
+                with users_handlers(), users_modes(), torch.enable_grad():
                     loss = closure()
         digest = self._whole.digest() if batch_size and not self._compared else b""
         gradients = self._whole.gradients
