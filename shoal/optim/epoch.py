@@ -309,17 +309,19 @@ class Epoch:
 
     def _end_epoch(self) -> None:
         """End the epoch in this call, or begin to end it in the background."""
-        self._round.vote()  # first: it refuses options, and then nothing has changed
-        if self._round.few_are_here():
-            return
-        self._replica.take_over()
-        samples = self._accumulation.close()
-        self._round.take()
-        if self._averages_in_background:
-            self._accumulation.go_on()
-            self._end_in_background(samples)
-            return
-        averaged = self._round.average(samples)
+        averaged, samples = self._round.unused(), self._accumulation.samples
+        if averaged is None:
+            self._round.vote()  # first: it refuses options, and then nothing has changed
+            if self._round.few_are_here():
+                return
+            self._replica.take_over()
+            samples = self._accumulation.close()
+            self._round.take()
+            if self._averages_in_background:
+                self._accumulation.go_on()
+                self._end_in_background(samples)
+                return
+            averaged = self._round.average(samples)
         if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:
             self._accumulation.restart()
             self._end_in_background(samples, averaged)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
-from shoal.interrupts import finished, held, result_of, unbroken
+from shoal.interrupts import Interrupted, finished, held, result_of, unbroken
 from shoal.optim.faults import Faults
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory
@@ -60,6 +60,8 @@ class Run:
         self._left = False
         self._starting: asyncio.Task[None] | None = None
         self._has_started = False
+        self._averaging: asyncio.Task[Outcome] | None = None
+        self._outcome: Outcome | None = None  # of the last round, until it is used
 
     def start(self, make_donor: Callable[[str], StateDonor] | None = None) -> None:
         """Meet the other peers of the run.
@@ -144,8 +146,37 @@ class Run:
     # -- in the trainer's thread
 
     def average(self, contribution: Contribution, timeout: float) -> Outcome:
-        """See `Swarm.average`."""
-        return self._wait(self.swarm.average(contribution, timeout))
+        """See `Swarm.average`. If a signal handler ends the wait, `unused_outcome` has the outcome of a round that was
+        over by then."""
+
+        async def average() -> Outcome:
+            self._averaging = asyncio.current_task()
+            try:
+                self._outcome = await self.swarm.average(contribution, timeout)
+            except asyncio.CancelledError:
+                found = self.swarm.peer.participant.finished
+                if found is None or found.begin.tip != contribution.tip:
+                    raise
+                self._outcome = found
+            return self._outcome
+
+        async def end() -> None:
+            if self._averaging is not None:
+                await asyncio.wait([self._averaging])
+
+        try:
+            outcome = self._wait(average())
+        except Interrupted:
+            with unbroken():  # the round reads and writes the memory of the gradients until it is left
+                self._wait(end())
+            raise
+        self._outcome = None
+        return outcome
+
+    def unused_outcome(self, tip: Tip) -> Outcome | None:
+        """The outcome of the round from this tip, if nobody has waited for its end; else None."""
+        outcome, self._outcome = self._outcome, None
+        return outcome if outcome is not None and outcome.begin.tip == tip else None
 
     def wait_for_contributors(self, count: int, timeout: float) -> int:
         """Wait at most `timeout` seconds until `count` peers that contribute are connected, this peer included.
@@ -221,6 +252,8 @@ class Run:
         Returns:
             Whether the swarm followed.
         """
+
+        self._outcome = None
 
         def follow() -> bool:
             if after is not None and (self.swarm.tip != after or self.swarm.missed):
