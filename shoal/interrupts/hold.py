@@ -97,8 +97,12 @@ class _Process:
             pairs = [(number, one.handler if isinstance(one, _Recorder) else one) for number, one in found]
             self.recorders = [(number, handler, _Recorder(handler)) for number, handler in pairs]
             self.handlers = handlers
-        for number, _, recorder in self.recorders:
-            set_handler(number, recorder)
+        try:
+            for number, _, recorder in self.recorders:
+                set_handler(number, recorder)
+        except BaseException:  # of a handler whose recorder has no hold yet
+            _put_back(self.recorders)
+            raise
         return self.recorders
 
 
@@ -137,7 +141,11 @@ class _Hold:
             except BaseException as raised:  # noqa: BLE001 (each pending handler runs; below, the last error is raised)
                 self._raised = raised_by(raised)
         _process.hold = None
-        _put_back(self._recorders)
+        try:
+            _put_back(self._recorders)
+        except BaseException:  # of a handler that was back in its place
+            _put_back(self._recorders)
+            raise
         if self._raised is not None:
             _raise_for(self._raised, error)
 

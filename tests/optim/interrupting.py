@@ -6,6 +6,7 @@ import collections
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -31,7 +32,7 @@ class Enough(BaseException):
 
 KINDS: tuple[type[BaseException], ...] = (
     KeyboardInterrupt, SystemExit, TimeoutError, Late, OSError, ConnectionResetError, ValueError, RuntimeError, Lost,
-    Enough, StopIteration, KeyError, MemoryError,
+    Enough, KeyError, MemoryError,
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ class Bell:
         if error is self._raised:
             self.came += 1
         else:
-            self.others[f"{type(error).__name__}: {error}"] += 1
+            self.others["".join(traceback.format_exception(error))] += 1
         error.__traceback__ = None
         return True
 
