@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import os
 import threading
-
-# `signal` wraps these in conversions to enums, which take ten times as long. A step of an optimizer calls them, too.
-from _signal import getsignal, valid_signals  # type: ignore[import-not-found]
-from _signal import signal as set_handler
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn, ParamSpec, TypeAlias, TypeVar
+
+from shoal.interrupts._python import getsignal, set_handler, valid_signals
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,13 +95,14 @@ class _Process:
             pairs = [(number, one.handler if isinstance(one, _Recorder) else one) for number, one in found]
             self.recorders = [(number, handler, _Recorder(handler)) for number, handler in pairs]
             self.handlers = handlers
+        recorders = self.recorders
         try:
-            for number, _, recorder in self.recorders:
+            for number, _, recorder in recorders:
                 set_handler(number, recorder)
         except BaseException:  # of a handler whose recorder has no hold yet
-            _put_back(self.recorders)
+            _put_back(recorders)
             raise
-        return self.recorders
+        return recorders
 
 
 def _put_back(recorders: list[tuple[int, Handler, _Recorder]]) -> None:
@@ -128,7 +127,6 @@ class _Hold:
         self.is_open = self.is_unbroken = False
         self.pending: list[tuple[Handler, int, FrameType | None]] = []
         self._raised: BaseException | None = None
-        self._recorders: list[tuple[int, Handler, _Recorder]] = []
 
     def __enter__(self) -> None:
         self._recorders = _process.put_recorders()

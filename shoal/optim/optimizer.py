@@ -865,10 +865,10 @@ class _InTrainer:
 
     def __init__(self, lock: threading.RLock, method: str, grad: bool | None) -> None:
         self._lock, self._method, self._grad = lock, method, grad
-        self._held = held()
         self._modes: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
+        self._held = held()
         self._held.__enter__()
         if not self._lock.acquire(blocking=False):
             error = RuntimeError(

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import shoal
-from tests.optim.interrupting import Bell, States, back, make, make_epochs, model_of, ringing
-from tests.soaked import only_in_soak
+from tests.optim.interrupting import Bell, States, make, model_of, ringing
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
