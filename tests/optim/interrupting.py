@@ -1,11 +1,10 @@
-"""Raises exceptions of signal handlers in calls of an optimizer, and looks whether its state is one that was committed."""
+"""Raises exceptions of signal handlers in calls of an optimizer, and looks whether its state was committed."""
 
 from __future__ import annotations
 
 import collections
 import random
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,17 +42,19 @@ class Bell:
         rung: how often the handler has raised.
         came: how often a call has ended by exactly that exception.
         others: other errors that came out.
+        raises: the class of the exceptions; None: a random one of `KINDS`.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.rung = self.came = 0
         self.others: collections.Counter[str] = collections.Counter()
+        self.raises: type[BaseException] | None = None
         self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.rung += 1
-        self._raised = self._random.choice(KINDS)("rung")
+        self._raised = (self.raises or self._random.choice(KINDS))("rung")
         raise self._raised
 
     def ring_in(self, call: Callable[[], Any], within: float) -> bool:
@@ -153,12 +154,3 @@ def make(dht: shoal.DHT, model: torch.nn.Module, **options: Any) -> shoal.Optimi
         "shutdown_timeout": 10.0,
     }
     return shoal.Optimizer(**{**given, **options})
-
-
-def make_epochs(optimizer: shoal.Optimizer, model: torch.nn.Module, count: int, seconds: float = 30.0) -> None:
-    """Train until there are `count` more epochs."""
-    until, goal = time.monotonic() + seconds, optimizer.local_epoch + count
-    while optimizer.local_epoch < goal:
-        assert time.monotonic() < until, "no epoch is made any more"
-        back(model)
-        optimizer.step()

@@ -3,8 +3,10 @@ state is one that was committed."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ import pytest
 import torch
 
 import shoal
-from tests.optim.interrupting import Bell, States, make, model_of, ringing
+from tests.optim.interrupting import Bell, States, back, make, model_of, ringing
+from tests.soaked import only_in_soak
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -30,7 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "overlapping diloco": {"outer": shoal.DiLoCo(inner_steps=4, overlap=1), "target_batch_size": None},
     "offloaded diloco": {"outer": shoal.DiLoCo(), "offload_optimizer": True},
     "own averager": {"grad_averager_factory": shoal.GradientAverager},
-    "power sgd": {"grad_averager_factory": lambda *a, **k: shoal.PowerSGDGradientAverager(*a, averager_rank=2, **k)},
+    "power sgd": {"grad_averager_factory": functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2)},
     "clipped": {"max_grad_norm": 0.1, "grad_compression": shoal.compression.Float16Compression()},
 }
 WITH_STATE = ("default", "reused", "clipped", "own averager")
@@ -138,3 +141,107 @@ def make_epochs_of(optimizer: shoal.Optimizer, model: torch.nn.Module, count: in
 def test_what_a_handler_raises_comes_out_and_the_state_is_whole(mode: str) -> None:
     bell = interrupt(mode, others=0, times=60, seed=1)
     assert bell.came == bell.rung > 10
+
+
+@pytest.mark.parametrize("mode", ["default", "own averager", "delayed local updates"])
+def test_beside_another_peer(mode: str) -> None:
+    bell = interrupt(mode, others=1, times=60, seed=2)
+    assert bell.came == bell.rung > 10
+
+
+@only_in_soak
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_thousands(mode: str, others: int) -> None:
+    """10,000 interrupts in all."""
+    rung = 0
+    for seed in range(100):
+        bell = interrupt(mode, others, times=150, seed=seed)
+        assert bell.came == bell.rung
+        rung += bell.rung
+        if rung >= 400:
+            return
+    raise AssertionError(f"{rung} interrupts")
+
+
+def test_an_interrupted_constructor_or_shutdown_leaves_nothing() -> None:
+    model, made = model_of(), []
+    with shoal.DHT(start=True) as dht, ringing(3) as bell:
+        for _ in range(25):
+            bell.ring_in(lambda: made.append(make(dht, model)), 0.4)
+            for optimizer in made:
+                bell.ring_in(optimizer.shutdown, 0.002)
+                optimizer.shutdown()
+            made.clear()
+        assert not bell.others
+        assert bell.came == bell.rung > 5
+        optimizer = make(dht, model)  # at once, and of the same run
+        make_epochs_of(optimizer, model, 2)
+        optimizer.shutdown()
+
+
+def test_averagers() -> None:
+    model, made = model_of(), list[Any]()
+    options: dict[str, Any] = {"start": True, "min_group_size": 1, "min_matchmaking_time": 0.01}
+    with shoal.DHT(start=True) as dht, ringing(4) as bell:
+        makers = [
+            lambda: shoal.DecentralizedAverager([torch.ones(3)], dht=dht, prefix="d", **options),
+            lambda: shoal.GradientAverager(list(model.parameters()), dht=dht, prefix="g", **options),
+            lambda: shoal.TrainingStateAverager(
+                dht=dht, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), prefix="s", **options
+            ),
+        ]
+        for maker in makers * 8:
+            bell.ring_in(lambda maker=maker: made.append(maker()), 0.02)  # type: ignore[misc]
+            for averager in made:
+                for _ in range(4):
+                    back(model)
+                    if isinstance(averager, shoal.TrainingStateAverager):
+                        bell.ring_in(
+                            lambda one=averager: one.step(  # type: ignore[misc]
+                                increment_epoch=True, optimizer_step=True, averaging_round=True
+                            ),
+                            0.003,
+                        )
+                        continue
+                    if isinstance(averager, shoal.GradientAverager):
+                        bell.ring_in(lambda one=averager: one.accumulate_grads_(4), 0.0002)  # type: ignore[misc]
+                    bell.ring_in(lambda one=averager: one.step(timeout=5), 0.003)  # type: ignore[misc]
+                bell.ring_in(averager.shutdown, 0.002)
+                averager.shutdown()
+            made.clear()
+        assert not bell.others
+        assert bell.came == bell.rung > 20
+
+
+def test_an_alarm_ends_a_stuck_closure_and_a_stuck_callback_at_once(dht: shoal.DHT) -> None:
+    model, stuck = model_of(), threading.Event()
+    optimizer = make(dht, model)
+    began = time.monotonic()
+
+    def closure() -> torch.Tensor:
+        with pytest.raises(TimeoutError):  # which is the user's to catch, as ever
+            stuck.wait(60)
+        stuck.wait(60)
+        return torch.zeros(())
+
+    def wait_forever(event: object) -> None:
+        stuck.wait(60)
+
+    with ringing() as bell:
+        bell.raises = TimeoutError
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        with pytest.raises(TimeoutError):
+            optimizer.step(closure)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        optimizer.on_event = wait_forever
+        epoch = optimizer.local_epoch
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(TimeoutError):
+            make_epochs_of(optimizer, model, 3)
+        assert optimizer.local_epoch == epoch + 1, "the epoch was whole before the event was told"
+    optimizer.on_event = None
+    make_epochs_of(optimizer, model, 1)
+    optimizer.shutdown()
+    assert time.monotonic() - began < 30

@@ -1,5 +1,5 @@
-"""Only the files `_torch.py`, one in each room, use private names of torch, `_frameworks.py` those of other packages, and
-`_python.py` those of Python; each lists the names that it uses."""
+"""Only the files `_torch.py`, one in each room, use private names of torch, `_frameworks.py` those of other packages,
+and `_python.py` those of Python; each lists the names that it uses."""
 
 from __future__ import annotations
 
