@@ -102,7 +102,7 @@ CUTS := 2000
 CHAOS_MINUTES := 10
 CHAOS_SEED := 1
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
-	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed diloco failures held_python restarted_node target \
+	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed diloco failures held_python interrupts restarted_node target \
 	written_in_any_order))
 soak: $(VENV)/.installed-dev
 	for time in $$(seq $(TIMES)); do \

@@ -31,6 +31,7 @@ from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import MADE_IN_INFERENCE, FlatBuffer, Layout, neutral
 from shoal.flat.allocation import memory_for
+from shoal.interrupts import check, finished, holding, result_of, unbroken
 from shoal.membership.holder import Source
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory, Directory
@@ -141,6 +142,7 @@ class DecentralizedAverager:
             another, if an option is out of range, or if options contradict each other.
     """
 
+    @holding
     @neutral
     def __init__(
         self,
@@ -231,6 +233,7 @@ class DecentralizedAverager:
             tensors=[described("averaged_tensors", self._tensors, names)],
         )
         self._starting: Future[None] | None = None  # from start to shutdown
+        self._start_task: asyncio.Task[None] | None = None
         self._swarm: Swarm | None = None  # of the run, from start to shutdown
         self._runs = Runs(self._make_swarm)
         self._measured = Measured()  # shared by all of these runs
@@ -241,10 +244,16 @@ class DecentralizedAverager:
         self._shares_state = allow_state_sharing
         self._donor: StateDonor | None = None
         if start:
-            self.run_in_background()
+            try:
+                self.run_in_background()
+                check()
+            except BaseException:  # Ctrl-C, too: nothing of it stays in the run
+                self.shutdown()
+                raise
 
     # -- life
 
+    @holding
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Join the run: list this peer in the DHT, and meet the members that are there. Calling this again does
         nothing.
@@ -260,6 +269,7 @@ class DecentralizedAverager:
         if await_ready:
             self.wait_until_ready(timeout)
 
+    @holding
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until this averager has joined the run.
 
@@ -273,16 +283,19 @@ class DecentralizedAverager:
         """
         if (starting := self._starting) is None:
             raise RuntimeError(NOT_STARTED)
+        if not finished(starting, timeout):
+            raise TimeoutError(f"the averager has not joined the run within {timeout:g} s")
         try:
-            starting.result(timeout)
+            starting.result()
         except CancelledError:
             raise RuntimeError(NOT_STARTED) from None
         except BaseException:  # whatever ended the start
-            if starting.done() and self._starting is starting:
+            if self._starting is starting:
                 self._starting = None
             raise
 
     async def _start(self) -> None:
+        self._start_task = asyncio.current_task()
         self._check_role()
         compute_serially()
         swarm = self._make_swarm(self.prefix, self._directory(self.prefix), self._rules)
@@ -329,6 +342,7 @@ class DecentralizedAverager:
         """Whether this averager has joined the run and was not shut down."""
         return self._starting is not None and self._swarm is not None
 
+    @holding
     def shutdown(self) -> None:
         """Leave the run. A step that is under way fails with an `AveragingError`. The DHT keeps running. Calling this
         again does nothing.
@@ -346,8 +360,10 @@ class DecentralizedAverager:
 
         async def stop() -> None:
             swarm, self._swarm = self._swarm, None
-            if swarm is None:
-                return  # it was starting, and the start is cancelled
+            if swarm is None:  # it was starting, and the start is cancelled
+                if self._start_task is not None:
+                    await asyncio.wait([self._start_task])
+                return
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -356,7 +372,8 @@ class DecentralizedAverager:
             if self._donor is not None:
                 self._donor.close()
 
-        self.dht.reactor.submit(stop()).result(self.shutdown_timeout)
+        with unbroken():
+            result_of(self.dht.reactor.submit(stop()), self.shutdown_timeout)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -481,6 +498,7 @@ class DecentralizedAverager:
         require_trigger: bool = False,
         wait: bool = True,
     ) -> Gathered | StepControl: ...
+    @holding
     def step(
         self,
         gather: Any = None,
@@ -538,13 +556,7 @@ class DecentralizedAverager:
         if not require_trigger:
             control.allow_allreduce()
         control.attach(self._submit(self._step(control)), partial(self._reschedule, control))
-        if not wait:
-            return control
-        try:
-            return control.result()
-        except BaseException:  # Ctrl-C too: nobody waits for the result any more
-            control.cancel()
-            raise
+        return result_of(control) if wait else control
 
     @property
     def got_on_at(self) -> float:
@@ -728,6 +740,7 @@ class DecentralizedAverager:
     def load_state_from_peers(self, wait: Literal[True] = True, timeout: float | None = None) -> State | None: ...
     @overload
     def load_state_from_peers(self, wait: Literal[False], timeout: float | None = None) -> Future[State | None]: ...
+    @holding
     @neutral
     def load_state_from_peers(
         self, wait: bool = True, timeout: float | None = None
@@ -747,7 +760,7 @@ class DecentralizedAverager:
                 not running.
         """
         future = self._submit(self._load_state(60.0 if timeout is None else timeout))
-        return future.result() if wait else future
+        return result_of(future) if wait else future
 
     async def _load_state(self, timeout: float) -> State | None:
         try:

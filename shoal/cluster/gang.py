@@ -29,6 +29,7 @@ import msgspec
 from torch import distributed as dist
 
 from shoal.cluster.messages import Bye, Do, Done, Go, Hello, Lost, Message, Report, Verdict
+from shoal.interrupts import has_rung, raised_by
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Gang:
         found = [("this process", "", "")] if group is None else _introduced(group)
         self.names = [name for name, _, _ in found]
         self._changed = threading.Condition()
+        self._bells: list[threading.Lock] = []  # of callers that wait for a change, see `_until`
         self._inbox: dict[int, deque[Said]] = {rank: deque() for rank in range(self.size)}
         self._unsaid = b""  # messages to be sent together with the next one
         self._news: list[Future[None]] = []  # futures of callers that wait for the next message
@@ -186,8 +188,9 @@ class Gang:
 
     def hear_reports(self) -> list[Report]:
         """Wait for a report of each other rank. Returns them in the order of ranks. Raises ClusterError if a rank is
-        lost.
+        lost. If a signal handler raises meanwhile, all reports stay for the next call.
         """
+        self._until(lambda: all(self._inbox[rank] or rank in self._left for rank in self._sockets))
         heard = [self._hear(rank) for rank in sorted(self._sockets)]
         return [message for message in heard if isinstance(message, Report)]
 
@@ -212,7 +215,25 @@ class Gang:
 
     def _tell_change(self) -> None:
         with self._changed:
-            self._changed.notify_all()
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        """Wake all callers that wait for a change. Call this while holding `_changed`."""
+        self._changed.notify_all()
+        bells, self._bells = self._bells, []
+        for bell in bells:
+            bell.release()
+
+    def _until(self, is_so: Callable[[], object]) -> None:
+        """Wait until `is_so()`, or until a rank is lost or this one has left. Signal handlers run meanwhile."""
+        while True:
+            with self._changed:
+                if is_so() or self._lost is not None or self._closed:
+                    return
+                bell = threading.Lock()
+                bell.acquire()
+                self._bells.append(bell)
+            has_rung(bell)
 
     def news(self) -> Future[None]:
         """A future that is done as soon as there is an unread message, or a rank is lost."""
@@ -233,6 +254,7 @@ class Gang:
 
     def hear_verdict(self) -> Verdict | Go | Do:
         """Wait for the next message of rank 0 in a call. Raises ClusterError if a rank is lost."""
+        self._until(lambda: self._inbox[0] or 0 in self._left)
         message = self._hear(0)
         assert not isinstance(message, Report | Done)
         return message
@@ -304,7 +326,7 @@ class Gang:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the other ranks that this one has left, and which error has ended its training, if one has."""
-        error = sys.exc_info()[1] if error is None else error
+        error = raised_by(sys.exc_info()[1] if error is None else error)
         self._wait_for_why(error)
         with self._changed:
             if self._closed:
@@ -312,7 +334,7 @@ class Gang:
             self._closed, self.left_in_order = True, error is None and self._lost is None
             is_why = _is_own(error) and self._lost is None
             goodbye = Bye(f"{type(error).__name__}: {error}".removesuffix(": ")[:4096] if is_why else "")
-            self._changed.notify_all()
+            self._tell_waiting()
         self._tell_news()
         atexit.unregister(self._at_exit)
         lost = self._lost if self.rank == 0 else None
@@ -359,7 +381,7 @@ class Gang:
             with self._changed:
                 is_owed = rank in self._owed and not (self._inbox[rank] and self.rank)
                 self._left.add(rank)
-                self._changed.notify_all()
+                self._tell_waiting()
             if message.error:
                 self._lose(rank, f"it has raised {message.error}")
             elif is_owed:
@@ -369,7 +391,7 @@ class Gang:
                 if isinstance(message, Report):
                     self._owed.add(rank)
                 self._inbox[rank].append(message)
-                self._changed.notify_all()
+                self._tell_waiting()
             self._tell_news()
         return True
 
@@ -378,7 +400,7 @@ class Gang:
             if self._lost is not None or self._closed:
                 return
             self._lost = Lost(rank, reason)
-            self._changed.notify_all()
+            self._tell_waiting()
         self._tell_news()
         log.error("%s of this cluster is lost: %s; all of its ranks end", self.names[rank], reason)
         for other, tie in self._sockets.items():

@@ -23,6 +23,7 @@ from shoal.dht.records import (
     make_record,
 )
 from shoal.dht.validation import RecordValidator
+from shoal.interrupts import check, finished, held, holding, result_of, unbroken
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.limit import LEAST_RATE
 from shoal.p2p.multiaddr import Multiaddr
@@ -155,6 +156,7 @@ class DHT:
 
     # -- life
 
+    @holding
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start: listen, and join the DHT. After an error, nothing of this DHT runs any more.
 
@@ -177,10 +179,12 @@ class DHT:
         if await_ready:
             try:
                 self.wait_until_ready(timeout)
+                check()
             except BaseException:  # Ctrl-C too: a DHT that failed to start leaves nothing running
                 self.shutdown()
                 raise
 
+    @holding
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until this peer has joined the DHT.
 
@@ -195,13 +199,15 @@ class DHT:
         """
         if self._ready is None:
             raise RuntimeError(_NOT_STARTED)
+        if not finished(self._ready, timeout):
+            raise TimeoutError(f"this peer has not joined the DHT within {timeout:g} s")
         try:
-            self._ready.result(timeout)
+            self._ready.result()
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
         # any error that ended the start; raised again, like every `except BaseException` of this file does
         except BaseException:
-            if self._ready.done() and self._dht_node is None:
+            if self._dht_node is None:
                 self.shutdown()
             raise
         if self._dht_node is None:
@@ -229,16 +235,17 @@ class DHT:
         """Leave the DHT: stop listening, end all connections, and cancel all calls under way. A second call does
         nothing.
         """
-        with self._lock:
-            reactor, self._reactor = self._reactor, None
-        if reactor is None:
-            return
-        try:
-            reactor.run(asyncio.wait_for(self._stop(), self.shutdown_timeout))
-        except TimeoutError:
-            log.warning("the DHT did not end within %g s: what is left of it is abandoned", self.shutdown_timeout)
-        finally:
-            reactor.release()
+        with held(), unbroken():  # Ctrl-C, too, waits until nothing is left
+            with self._lock:
+                reactor, self._reactor = self._reactor, None
+            if reactor is None:
+                return
+            try:
+                reactor.run(asyncio.wait_for(self._stop(), self.shutdown_timeout))
+            except TimeoutError:
+                log.warning("the DHT did not end within %g s: what is left of it is abandoned", self.shutdown_timeout)
+            finally:
+                reactor.release()
 
     async def _stop(self) -> None:
         assert self._starting is not None  # `_start` ran before `_stop`
@@ -313,6 +320,7 @@ class DHT:
         """
         return self.dht_node.is_client if self._client_mode is None else self._client_mode
 
+    @holding
     def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
         """The addresses at which others can reach this peer, for use as their `initial_peers`. A client has none.
 
@@ -356,6 +364,7 @@ class DHT:
         return_future: Literal[True],
     ) -> Future[bool]: ...
 
+    @holding
     def store(
         self,
         key: DHTKey,
@@ -395,6 +404,7 @@ class DHT:
     @overload
     def get(self, key: DHTKey, latest: bool = False, *, return_future: Literal[True]) -> Future[Found]: ...
 
+    @holding
     def get(self, key: DHTKey, latest: bool = False, return_future: bool = False) -> Found | Future[Found]:
         """Find the value that is stored under `key`.
 
@@ -416,6 +426,7 @@ class DHT:
         future = self.submit(self.dht_node.get(key, latest))
         return future if return_future else self._result(future)
 
+    @holding
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
         """Check records by these rules too, from now on. Records that this peer keeps and that a rule refuses are
         dropped.
@@ -438,6 +449,7 @@ class DHT:
         self, coro: Callable[[DHT, DHTNode], Awaitable[T]], return_future: Literal[True]
     ) -> Future[T]: ...
 
+    @holding
     def run_coroutine(self, coro: Callable[[DHT, DHTNode], Awaitable[T]], return_future: bool = False) -> T | Future[T]:
         """Run `coro(self, dht_node)` on the reactor's thread and return its result. It must not block that thread.
 
@@ -460,6 +472,7 @@ class DHT:
 
     # -- crossing over to the reactor
 
+    @holding  # a handler must not raise once the coroutine is on the loop: it would be closed while it runs
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `coroutine` on the reactor's thread and return its future at once. `shutdown` cancels it."""
         with self._lock:  # so that shutdown() either cancels the coroutine or comes first, and it is refused
@@ -483,12 +496,9 @@ class DHT:
                 "the DHT was called on the reactor's thread, where it can't wait: use its dht_node there"
             )
         try:
-            return future.result()
+            return result_of(future)
         except CancelledError:
             raise RuntimeError(_SHUT_DOWN) from None
-        except BaseException:  # Ctrl-C too: nobody waits for the result any more
-            future.cancel()
-            raise
 
 
 async def _call(function: Callable[[], T]) -> T:

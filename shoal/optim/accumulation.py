@@ -164,9 +164,9 @@ class Accumulation:
         self._check_held()
         if self._own is not None and not self._own.held and self._run.swarm.tip != self._replica.tip:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
-        samples = self.samples
+        held, samples = self._own is not None and self._own.held, self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
-        if usable < samples:
+        if usable < samples and not held:  # a round that has begun has fewer: what came after it does not count
             what, then = "gradients", "it joins without them"
             if self.drift is not None:
                 what, then = "inner steps", "it goes back to the anchor, and joins without them"

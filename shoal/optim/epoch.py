@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from shoal.health.record import FaultKind
+from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.drift import Drift
@@ -309,18 +310,20 @@ class Epoch:
 
     def _end_epoch(self) -> None:
         """End the epoch in this call, or begin to end it in the background."""
-        self._replica.placement.check_groups()
-        self._round.vote()  # first: it refuses options, and then nothing has changed
-        if self._round.few_are_here():
-            return
-        self._replica.take_over()
-        samples = self._accumulation.close()
-        self._round.take()
-        if self._averages_in_background:
-            self._accumulation.go_on()
-            self._end_in_background(samples)
-            return
-        averaged = self._round.average(samples)
+        averaged, samples = self._round.unused(), self._accumulation.samples
+        if averaged is None:
+            self._replica.placement.check_groups()
+            self._round.vote()  # first: it refuses options, and then nothing has changed
+            if self._round.few_are_here():
+                return
+            self._replica.take_over()
+            samples = self._accumulation.close()
+            self._round.take()
+            if self._averages_in_background:
+                self._accumulation.go_on()
+                self._end_in_background(samples)
+                return
+            averaged = self._round.average(samples)
         if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:
             self._accumulation.restart()
             self._end_in_background(samples, averaged)
@@ -359,7 +362,7 @@ class Epoch:
     def wait(self) -> None:
         """Wait until the background thread is done, and leave its result where it is."""
         if self._ending is not None:
-            wait([self._ending.result])
+            finished(self._ending.result)
 
     def take_result(self, *, wait: bool) -> None:
         """Apply the result of the background thread, if there is one. Raises what the thread raised.
@@ -393,6 +396,7 @@ class Epoch:
         if ending is None:
             return None
         result = ending.result
+        finished(result)
         error = result.exception()
         failed = result.result() is None if error is None else not isinstance(error, Behind)
         self._ending = None
@@ -441,7 +445,7 @@ class Epoch:
         self._accumulation.stop()
         ending = self._ending  # the trainer may be waiting for it, too
         if ending is not None:
-            wait([ending.result], timeout)
+            finished(ending.result, timeout)
         self._thread.shutdown(wait=ending is None or ending.result.done())
         self.state = EpochState.CLOSED
         self.take_result(wait=False)
@@ -524,11 +528,12 @@ class Epoch:
             self.applied = self._replica.tip
             return
         self._accumulation.leave()
-        load()
-        if not self._run.swarm.believes(self._replica.tip):  # its pin is of another run
-            self._replica.tip = replace(self._replica.tip, pin=0)
-        self._run.follow(self._replica.tip)
-        self._restart(self._replica.tip, keeps_drift=self._drift is not None)
+        with unbroken():
+            load()
+            if not self._run.swarm.believes(self._replica.tip):  # its pin is of another run
+                self._replica.tip = replace(self._replica.tip, pin=0)
+            self._run.follow(self._replica.tip)
+            self._restart(self._replica.tip, keeps_drift=self._drift is not None)
 
     def load_state(self, timeout: float) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -626,21 +631,22 @@ class Epoch:
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
         fork = self._forks.leave(tip, state.line, self._made_with, givers)
-        if drift is not None and is_in_theirs:
-            self._accumulation.apply(used=True, is_accumulating=True)
-        keeps = drift is not None and can_keep and drift.has_moved
-        load(keeps)
-        self._run.follow(tip)
-        self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
-        if state.lossy:
-            self._round.machine.has_lossy_state(tip.epoch)
-        digest = self._replica.state_digest.hex()
-        was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
+        with unbroken():
+            if drift is not None and is_in_theirs:
+                self._accumulation.apply(used=True, is_accumulating=True)
+            keeps = drift is not None and can_keep and drift.has_moved
+            load(keeps)
+            self._run.follow(tip)
+            self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
+            if state.lossy:
+                self._round.machine.has_lossy_state(tip.epoch)
+            digest = self._replica.state_digest.hex()
+            was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
+            self._restart(tip, keeps_drift=keeps)
         if fork is not None:
             self._forks.left(fork)
         elif mine.epoch and was_made_apart and not tip.is_state_of(mine):
             self._forks.caught_up(mine, tip, givers)
-        self._restart(tip, keeps_drift=keeps)
         self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
         return True
 
@@ -728,10 +734,11 @@ class Epoch:
         load = self._replica.make_ready(state)
         fork = self._forks.leave(tip, state.line, self._made_with, [])
         self._accumulation.leave()
-        load(False)  # with an outer optimizer, the model becomes the anchor
-        self._run.follow(tip)
-        self._made_with = frozenset()
-        self._restart(tip)
+        with unbroken():
+            load(False)  # with an outer optimizer, the model becomes the anchor
+            self._run.follow(tip)
+            self._made_with = frozenset()
+            self._restart(tip)
         log.warning("this peer continues from the state that it had left: epoch %d, tip %s", tip.epoch, tip)
         if fork is not None:
             self._forks.left(fork)

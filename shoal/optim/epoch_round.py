@@ -308,6 +308,7 @@ class EpochRound:
         self.machine = Machine(run.me, name_of_machine(gradients, replica.optimizer))
         self._opened: Begin | None = None  # the BEGIN of the last round that this peer was in
         self._options = b""
+        self._waited_with = ("", "")  # the names of gradients and machine with which `average` waited last
         self._told_cost = self._told_unusable = False
 
     def vote(self) -> None:
@@ -375,6 +376,7 @@ class EpochRound:
             gradients = self._gradients.average(self._settings.averaging_timeout, lambda: self._run.past(before))
         # The bits of this peer's step also depend on its average of gradients.
         machine = f"{gradients.hex()} {self.machine.name}"[:256] if gradients else self.machine.name
+        self._waited_with = (gradients.hex(), machine)
         patience = self._settings.averaging_timeout
         until = time.monotonic() + patience
         contribution = Contribution(
@@ -404,15 +406,26 @@ class EpochRound:
                 fields = self._run.faults.add(FaultKind.ROUND, str(error))
                 log.warning("%s: trying again", error, extra=fields)
                 continue
-            self._tell_cost(outcome)
-            if self._gradients is not None and not isinstance(self._gradients, OwnRounds):
-                self._gradients.vector(before.epoch).settle(outcome)
-            donors = (
-                self._of_other_gradients(outcome, gradients.hex())
-                or self._disagrees_with(outcome, machine)
-                or self._of_unknown_options(outcome)
-            )
-            return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors)
+            return self._averaged(outcome)
+
+    def unused(self) -> Averaged | None:
+        """The result of the round of this epoch, if a signal handler has ended `average` before it could return that;
+        else None."""
+        outcome = self._run.unused_outcome(self._replica.tip)
+        return None if outcome is None else self._averaged(outcome)
+
+    def _averaged(self, outcome: Outcome) -> Averaged:
+        """What the outcome of a round means for this peer."""
+        gradients, machine = self._waited_with
+        self._tell_cost(outcome)
+        if self._gradients is not None and not isinstance(self._gradients, OwnRounds):
+            self._gradients.vector(outcome.begin.tip.epoch).settle(outcome)
+        donors = (
+            self._of_other_gradients(outcome, gradients)
+            or self._disagrees_with(outcome, machine)
+            or self._of_unknown_options(outcome)
+        )
+        return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors)
 
     def _open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
         """Make the exchange of a round: gradients, extra tensors and state, in the order of `Rules.vector`.

@@ -29,6 +29,7 @@ from shoal.flat import (
     neutral,
     users_modes,
 )
+from shoal.interrupts import holding, users_handlers
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
@@ -64,6 +65,7 @@ class Follower(ShowsGroups):
         TypeError: if `dht` is missing where ranks carry strands.
     """
 
+    @holding
     @neutral
     def __init__(self, cluster: Cluster, given: Mapping[str, Any]) -> None:
         with told_to_all(cluster.group):
@@ -139,6 +141,7 @@ class Follower(ShowsGroups):
         replica.give()
         return shown_of_pieces(inner, whole) if has_pieces else Shown(inner), inner.defaults
 
+    @holding
     @neutral
     def _call(self, report: Report, collect: Callable[[], object] = lambda: None) -> bool:
         """Make a call with all ranks. `collect` makes the collectives that precede what rank 0 does."""
@@ -163,8 +166,9 @@ class Follower(ShowsGroups):
             if verdict.changed:
                 with self._gang.collectives():
                     self._whole.spread(self._extras)
-        except KeyboardInterrupt:  # the next call would hear messages of this one
-            self._gang.leave()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: the next call would hear messages of this one
+                self._gang.leave()
             raise
         finally:
             self._trainer.release()
@@ -190,6 +194,7 @@ class Follower(ShowsGroups):
                 self._call(Report(call, error=f"{type(error).__name__}: {error}"[:4096]))
             raise
 
+    @holding
     @neutral
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -210,7 +215,7 @@ class Follower(ShowsGroups):
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             loss = None
             if closure is not None:
-                with users_modes(), torch.enable_grad():
+                with users_handlers(), users_modes(), torch.enable_grad():
                     loss = closure()
         digest = self._whole.digest() if batch_size and not self._compared else b""
         gradients = self._whole.gradients

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, overload
 
 import torch
@@ -18,6 +18,7 @@ from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite, neutral, neutral_modes
+from shoal.interrupts import any_finished, holding, result_of
 from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
 from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
 from shoal.optim.settings import BATCH, SAMPLES, whole
@@ -69,6 +70,7 @@ class GradientAverager(DecentralizedAverager):
             `DecentralizedAverager`.
     """
 
+    @holding
     @neutral
     def __init__(
         self,
@@ -137,6 +139,7 @@ class GradientAverager(DecentralizedAverager):
                 parameter.grad = parameter.grad.to_dense()
             yield parameter.grad
 
+    @holding
     @neutral
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
@@ -165,6 +168,7 @@ class GradientAverager(DecentralizedAverager):
         """Whether no element of the accumulated gradients is NaN or infinite."""
         return all(is_finite(gradient) for gradient in self._grad_accumulators())
 
+    @holding
     @neutral
     @torch.no_grad()
     def load_accumulators_into_averager_(self) -> None:
@@ -180,6 +184,7 @@ class GradientAverager(DecentralizedAverager):
             foreach_copy_(list(averaged), list(self._grad_accumulators()))
             foreach_mul_(list(averaged), 1.0 / count if count else 0.0)
 
+    @holding
     @neutral
     @torch.no_grad()
     def reset_accumulated_grads_(self) -> None:
@@ -215,6 +220,7 @@ class GradientAverager(DecentralizedAverager):
     def step(self, weight: float | None = None, *, wait: Literal[False], **kwargs: Any) -> StepControl: ...
     @overload
     def step(self, *args: Any, **kwargs: Any) -> Gathered: ...
+    @holding
     def step(
         self,
         weight: float | None = None,
@@ -267,7 +273,7 @@ class GradientAverager(DecentralizedAverager):
         if not wait:
             return control
         try:
-            return control.result(timeout)
+            return result_of(control, timeout)
         except TimeoutError:
             control.cancel()
             raise AveragingError(f"no result within {timeout:.3g} s") from None
@@ -334,7 +340,7 @@ def average_of(
     try:
         either: list[Future[Any]] = [control, ended]
         until = time.monotonic() + timeout
-        while time.monotonic() < until and not wait(either, until - time.monotonic(), FIRST_COMPLETED).done:
+        while time.monotonic() < until and not any_finished(either, until - time.monotonic()):
             until = max(until, averager.got_on_at + timeout)
         if not control.done() and ended.done() and not ended.cancelled():
             control.cancel()

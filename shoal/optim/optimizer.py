@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -28,8 +29,9 @@ from shoal.flat import (
     users_modes,
 )
 from shoal.health.metrics import Metrics, MetricsServer, families
+from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
-from shoal.optim._torch import scale_by_own_rules
+from shoal.optim._torch import scale_by_own_rules, set_grad_mode
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
@@ -229,6 +231,7 @@ class Optimizer(ShowsGroups):
     """
 
     @neutral
+    @holding
     def __init__(
         self,
         *,
@@ -413,6 +416,7 @@ class Optimizer(ShowsGroups):
             self.tracker.start()
             self._vitals.start()
             self._epoch.begin()
+            check()
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
             raise
@@ -456,7 +460,6 @@ class Optimizer(ShowsGroups):
         """
         self._vitals.report(float(loss.item() if isinstance(loss, torch.Tensor) else loss))
 
-    @torch.no_grad()
     def step(  # type: ignore[override]
         self,
         closure: Callable[[], torch.Tensor] | None = None,
@@ -488,7 +491,7 @@ class Optimizer(ShowsGroups):
                 `outer`, if a checkpoint was loaded into the model alone, after the first inner step.
             ClusterError: in a cluster, if a rank is lost or has raised an error.
         """
-        with self._in_trainer("step"):
+        with self._in_trainer("step", grad=False):
             if self._closed:
                 raise RuntimeError("this optimizer was shut down")
             speaker = self._speaker
@@ -513,7 +516,7 @@ class Optimizer(ShowsGroups):
                 self._look()
                 samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
                 if closure is not None:  # before this rank waits for the others, whose closures take as long
-                    with users_modes(), torch.enable_grad():
+                    with users_handlers(), users_modes(), torch.enable_grad():
                         losses.append(closure())
                 return samples
 
@@ -547,7 +550,7 @@ class Optimizer(ShowsGroups):
         self._epoch.take_result(wait=False)
         loss = None
         if closure is not None:
-            with users_modes(), torch.enable_grad():
+            with users_handlers(), users_modes(), torch.enable_grad():
                 loss = closure()
         self._epoch.advance(batch_size, grad_scaler)
         return loss
@@ -770,23 +773,17 @@ class Optimizer(ShowsGroups):
 
     # -- the rest
 
-    @contextlib.contextmanager
-    def _in_trainer(self, method: str) -> Iterator[None]:
-        """Within, no other thread may call a method that is for the trainer, and torch is in none of the user's modes.
+    def _in_trainer(self, method: str, *, grad: bool | None = None) -> _InTrainer:
+        """Within, no other thread may call a method that is for the trainer, torch is in none of the user's modes, and
+        signal handlers are held.
+
+        Args:
+            grad: the grad mode; None: as it is.
 
         Raises:
             RuntimeError: if another thread is in one.
         """
-        if not self._trainer.acquire(blocking=False):
-            raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
-        try:
-            if are_neutral():  # of a step, a context manager would take 5 %
-                yield
-            else:
-                with neutral_modes():
-                    yield
-        finally:
-            self._trainer.release()
+        return _InTrainer(self._trainer, method, grad)
 
     def _check_dht(self) -> None:
         if not self.dht.is_alive():
@@ -818,9 +815,10 @@ class Optimizer(ShowsGroups):
         if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
             log.info("%s", event, extra=fields_of_event(event))
         if self.on_event is not None:
-            with users_modes():
+            with users_handlers(), users_modes():
                 self.on_event(event)
 
+    @holding
     def finish(self) -> None:
         """Leave the run at the end of training, when all peers end at the same epoch.
 
@@ -856,29 +854,67 @@ class Optimizer(ShowsGroups):
         served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
         self._run.wait_for_those_behind(*timeouts, served_at)
 
+    @holding
     @neutral
     def shutdown(self) -> None:
         """Leave the run now. The parameters and the DHT stay usable. A round in the background ends without a result.
         A step in the background is applied when it is done; this call waits for it, at most for `shutdown_timeout`.
-        A second call does nothing."""
+        A second call does nothing. A signal, such as Ctrl-C, that arrives meanwhile is handled when this call ends."""
         if self._closed:
             return
         self._closed = True
-        if self._speaker is not None and self._speaker.state is not None:  # else the constructor tells the others why
-            self._speaker.gang.leave()
-        timeout = self._settings.shutdown_timeout
-        self._close_metrics()
-        if self.dht.is_alive():
-            self.tracker.stop()
-            self._vitals.stop()
-        if not self._run.stop(timeout):
-            log.warning("leaving the run took longer than %g s", timeout)
-        if isinstance(self._replica, StrandReplica):
-            self._replica.states.stop()
-        self._epoch.close(timeout)
+        with unbroken():
+            if self._speaker is not None and self._speaker.state is not None:  # else the constructor tells them why
+                self._speaker.gang.leave()
+            timeout = self._settings.shutdown_timeout
+            self._close_metrics()
+            if self.dht.is_alive():
+                self.tracker.stop()
+                self._vitals.stop()
+            if not self._run.stop(timeout):
+                log.warning("leaving the run took longer than %g s", timeout)
+            if isinstance(self._replica, StrandReplica):
+                self._replica.states.stop()
+            self._epoch.close(timeout)
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"
+
+
+class _InTrainer:
+    """See `Optimizer._in_trainer`. Of a step, context managers made of functions would take 10 %."""
+
+    __slots__ = ("_grad", "_held", "_lock", "_method", "_modes", "_was_grad")
+
+    def __init__(self, lock: threading.RLock, method: str, grad: bool | None) -> None:
+        self._lock, self._method, self._grad = lock, method, grad
+        self._modes: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._held = held()
+        self._held.__enter__()
+        if not self._lock.acquire(blocking=False):
+            error = RuntimeError(
+                f"{self._method}() was called while another thread is in this optimizer: one thread trains"
+            )
+            self._held.__exit__(None, None, None)
+            raise error
+        self._was_grad = torch.is_grad_enabled()
+        if not are_neutral():
+            self._modes = neutral_modes()
+            self._modes.__enter__()
+        if self._grad is not None:
+            set_grad_mode(self._grad)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(kind, error, traceback)
+        if self._grad is not None:
+            set_grad_mode(self._was_grad)
+        self._lock.release()
+        self._held.__exit__(kind, error, traceback)
 
 
 def _show_what_happens() -> None:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.dht.records import get_dht_time
+from shoal.interrupts import finished
 from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
 from shoal.p2p.errors import P2PError
@@ -643,6 +644,7 @@ class _Reports:
 
 def _take(report: Future[Count | None] | Future[None]) -> None:
     """Wait until a report has arrived. If it does not arrive, the trainer gets no error."""
+    finished(report)
     try:
         report.result()
     except (P2PError, TimeoutError) as error:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from blake3 import blake3
 
 from shoal.dht.dht import DHT
+from shoal.interrupts import holding, result_of, unbroken
 from shoal.membership.holder import Source
 from shoal.optim.progress import Refresh, RunProgress
 from shoal.optim.run import Run
@@ -122,6 +123,7 @@ class ProgressTracker(RunProgress):
 
     # -- life
 
+    @holding
     def start(self) -> None:
         """Meet the other peers. Calling it again does nothing."""
         if self._following is None:
@@ -133,6 +135,7 @@ class ProgressTracker(RunProgress):
         """Whether the tracker was started and not shut down, and its DHT is alive."""
         return super().is_alive() and self.dht.is_alive()
 
+    @holding
     def shutdown(self, timeout: float | None = None) -> None:
         """Leave the group. The DHT stays. A second call does nothing.
 
@@ -142,11 +145,14 @@ class ProgressTracker(RunProgress):
         if self.is_alive() and self._following is not None:
             self.stop()
             self._following.cancel()
-            if not self._run.stop(timeout):
+            with unbroken():
+                has_left = self._run.stop(timeout)
+            if not has_left:
                 log.warning("leaving %s took longer than %s s", self.prefix, timeout)
 
     # -- what it is told
 
+    @holding
     def report_local_progress(
         self, local_epoch: int, samples_accumulated: float, update_global_samples: bool = True
     ) -> None:
@@ -176,6 +182,7 @@ class ProgressTracker(RunProgress):
         except Behind as error:
             log.debug("%s", error)
 
+    @holding
     def update_epoch(self, new_epoch: int | None = None) -> int:
         """Begin an epoch, without samples. Call this within `pause_updates`.
 
@@ -206,8 +213,9 @@ class ProgressTracker(RunProgress):
 
     def _begin(self, epoch: int) -> None:
         tip = self._tip(epoch)
-        self.dht.reactor.submit(self._move_up(tip)).result()
-        self.start_epoch(tip)
+        with unbroken():
+            result_of(self.dht.reactor.submit(self._move_up(tip)))
+            self.start_epoch(tip)
 
     # -- on the reactor
 

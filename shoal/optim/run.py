@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
+from shoal.interrupts import Interrupted, finished, held, result_of, unbroken
 from shoal.optim.faults import Faults
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory
@@ -57,6 +58,10 @@ class Run:
         self._state_changed = asyncio.Event()
         self._under_way: set[Future[Any]] = set()
         self._left = False
+        self._starting: asyncio.Task[None] | None = None
+        self._has_started = False
+        self._averaging: asyncio.Task[Outcome] | None = None
+        self._outcome: Outcome | None = None  # of the last round, until it is used
 
     def start(self, make_donor: Callable[[str], StateDonor] | None = None) -> None:
         """Meet the other peers of the run.
@@ -67,6 +72,7 @@ class Run:
         """
 
         async def start() -> None:
+            self._starting = asyncio.current_task()
             if make_donor is not None:
                 compute_serially()
                 self._donor = make_donor(self._state_service)
@@ -76,8 +82,34 @@ class Run:
                 if self._donor is not None:
                     self._donor.close()
                 raise
+            self._has_started = True
 
-        self._wait(start())
+        with held():
+            try:
+                self._wait(start())
+            except BaseException:  # Ctrl-C, too: nothing is left of it when this call ends
+                with unbroken():
+                    self._undo_start()
+                raise
+
+    def _undo_start(self) -> None:
+        """Wait for the end of a start that was cancelled, and leave the run if it came before that."""
+
+        async def undo() -> None:
+            if self._starting is not None:
+                self._starting.cancel()
+                await asyncio.wait([self._starting])
+            if self._has_started:
+                self._leave()
+
+        if self.dht.is_alive():
+            finished(self.dht.submit(undo()))
+
+    def _leave(self) -> None:
+        """Leave the run. Runs on the reactor."""
+        self.swarm.stop()
+        if self._donor is not None:
+            self._donor.close()
 
     def stop(self, timeout: float | None) -> bool:
         """Leave the run, if the DHT is still alive. Calls of other threads that wait here fail.
@@ -90,16 +122,12 @@ class Run:
             future.cancel()
 
         async def stop() -> None:
-            self.swarm.stop()
-            if self._donor is not None:
-                self._donor.close()
+            self._leave()
 
-        try:
-            if self.dht.is_alive():
-                self.dht.reactor.submit(stop()).result(timeout)
-        except (TimeoutError, CancelledError):
-            return False
-        return True
+        if not self.dht.is_alive():
+            return True
+        future = self.dht.reactor.submit(stop())
+        return finished(future, timeout) and not future.cancelled() and future.result() is None
 
     # -- in any thread
 
@@ -118,8 +146,37 @@ class Run:
     # -- in the trainer's thread
 
     def average(self, contribution: Contribution, timeout: float) -> Outcome:
-        """See `Swarm.average`."""
-        return self._wait(self.swarm.average(contribution, timeout))
+        """See `Swarm.average`. If a signal handler ends the wait, `unused_outcome` has the outcome of a round that was
+        over by then."""
+
+        async def average() -> Outcome:
+            self._averaging = asyncio.current_task()
+            try:
+                self._outcome = await self.swarm.average(contribution, timeout)
+            except asyncio.CancelledError:
+                found = self.swarm.peer.participant.finished
+                if found is None or found.begin.tip != contribution.tip:
+                    raise
+                self._outcome = found
+            return self._outcome
+
+        async def end() -> None:
+            if self._averaging is not None:
+                await asyncio.wait([self._averaging])
+
+        try:
+            outcome = self._wait(average())
+        except Interrupted:
+            with unbroken():  # the round reads and writes the memory of the gradients until it is left
+                self._wait(end())
+            raise
+        self._outcome = None
+        return outcome
+
+    def unused_outcome(self, tip: Tip) -> Outcome | None:
+        """The outcome of the round from this tip, if nobody has waited for its end; else None."""
+        outcome, self._outcome = self._outcome, None
+        return outcome if outcome is not None and outcome.begin.tip == tip else None
 
     def wait_for_contributors(self, count: int, timeout: float) -> int:
         """Wait at most `timeout` seconds until `count` peers that contribute are connected, this peer included.
@@ -196,6 +253,8 @@ class Run:
             Whether the swarm followed.
         """
 
+        self._outcome = None
+
         def follow() -> bool:
             if after is not None and (self.swarm.tip != after or self.swarm.missed):
                 return False
@@ -247,7 +306,8 @@ class Run:
         async def call() -> T:
             return function()
 
-        return self._wait(call())
+        with unbroken():  # it takes no time, and callers rely on what it did
+            return self._wait(call())
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self._submit(coroutine)
@@ -255,12 +315,9 @@ class Run:
         if self._left:  # `stop` may have looked through `_under_way` before this future was in it
             future.cancel()
         try:
-            return future.result()
+            return result_of(future)
         except CancelledError:
             raise AveragingError(f"{'the run was left' if self._left else 'the DHT was shut down'} meanwhile") from None
-        except BaseException:  # Ctrl-C, too: nobody waits for the result any more
-            future.cancel()
-            raise
         finally:
             self._under_way.discard(future)
 

@@ -13,6 +13,7 @@ from shoal.cluster.gang import ClusterError, Gang
 from shoal.cluster.messages import Go, Report, Verdict
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Whole
+from shoal.interrupts import raised_by
 from shoal.optim.crew import Crew
 from shoal.swarm.protocol.tip import Tip
 
@@ -148,6 +149,7 @@ class Speaker:
     def _tell(self, error: BaseException | None, result: object, moves: bool) -> None:
         with contextlib.suppress(ClusterError):  # which every call of the gang raises
             self.crew.hear()
+        error = raised_by(error)
         said = "" if error is None else f"{type(error).__name__}: {error}"[:4096]
         if self.state is None:
             return self.gang.say(Verdict(0, False, error=said))

@@ -17,6 +17,7 @@ from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import Places, needs_sparse_gradients, neutral, users_modes
+from shoal.interrupts import finished, holding, result_of, users_handlers
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.accumulator import in_grad
 from shoal.optim.placement import check_places
@@ -84,6 +85,7 @@ class TrainingStateAverager(DecentralizedAverager):
         ValueError: if arguments do not go together, and as `DecentralizedAverager`.
     """
 
+    @holding
     @neutral
     def __init__(
         self,
@@ -172,6 +174,7 @@ class TrainingStateAverager(DecentralizedAverager):
         assert isinstance(control, StepControl)
         return control
 
+    @holding
     @neutral
     def step(  # type: ignore[override]
         self,
@@ -253,7 +256,7 @@ class TrainingStateAverager(DecentralizedAverager):
         def work() -> None:
             try:
                 if wait_for_trigger is not None:
-                    with users_modes():
+                    with users_handlers(), users_modes():
                         wait_for_trigger()
                 with self.lock_optimizer:
                     if optimizer_step:
@@ -278,7 +281,11 @@ class TrainingStateAverager(DecentralizedAverager):
             self._updates.append(update)
             self._publish(update)
             return gathered
-        update.wait()
+        try:
+            update.wait()
+        except BaseException:  # Ctrl-C: the next step applies it
+            self._updates.append(update)
+            raise
         return self._apply(update) or gathered
 
     def _open_round(self, control: StepControl | None, given: Mapping[str, Any]) -> StepControl:
@@ -438,6 +445,7 @@ class TrainingStateAverager(DecentralizedAverager):
 
         return await for_newcomer(take)
 
+    @holding
     @neutral
     def load_state_from_peers(  # type: ignore[override]
         self, wait: bool = True, timeout: float | None = None
@@ -460,7 +468,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if not wait:
             raise ValueError("wait=False: a state can't be written while its user goes on")
         self._settle(wait=True, apply=True)
-        downloaded = self._submit(self._download(LOAD_TIMEOUT if timeout is None else timeout)).result()
+        downloaded = result_of(self._submit(self._download(LOAD_TIMEOUT if timeout is None else timeout)))
         epoch = downloaded.manifest.tip.epoch
         if epoch < self.local_epoch:
             log.warning("the others' state is of epoch %d, before this peer's %d: not taken", epoch, self.local_epoch)
@@ -516,8 +524,7 @@ class StateUpdate:
         """Wait until both are done, however they end."""
         for future in (self.work, self.round):
             if future is not None:
-                with contextlib.suppress(CancelledError):
-                    future.exception()
+                finished(future)
 
     def result(self) -> Gathered | None:
         """What the round gathered; None if there was no round, or if it failed, which is logged. Call this when both

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from shoal.cluster.strands import Strands
 from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, Places, after_loading, after_saving, before_loading, before_saving
+from shoal.interrupts import result_of
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import structure
@@ -282,7 +282,7 @@ class StrandReplica(Replica):
         for _ in range(ATTEMPTS):
             known = self.states.who_carries(donors)
             of_strand = [[said.ranks[said.numbers[k]] for said in known] for k in range(len(self.strands.carriers))]
-            first = _result(self.states.begin(0, of_strand[0], timeout, wanted, reserve))
+            first = result_of(self.states.begin(0, of_strand[0], timeout, wanted, reserve))
             tip = first.manifest.tip
             self.crew.tell("download", tip, timeout, of_strand)
             own = self.download_here(tip, timeout, of_strand, {0: first})
@@ -313,7 +313,7 @@ class StrandReplica(Replica):
         failed = Answer()
         for strand, future in under_way.items():
             try:
-                self._downloaded[strand] = _result(future)
+                self._downloaded[strand] = result_of(future)
             except AveragingError as error:
                 if not failed.lacks_memory:
                     failed = Answer(f"strand {strand}: {error}", isinstance(error, NoMemoryForState))
@@ -483,11 +483,3 @@ class StrandReplica(Replica):
 
 def _nothing(keeps_drift: bool) -> None:
     """There is no state to take over."""
-
-
-def _result(future: Future[Downloaded]) -> Downloaded:
-    try:
-        return future.result()
-    except BaseException:  # Ctrl-C, too: nobody waits for it any more
-        future.cancel()
-        raise

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from shoal.averaging.control import StepControl
 from shoal.averaging.exchange import Vector
+from shoal.interrupts import Interrupted
 from shoal.optim.crew import Crew
 from shoal.optim.exact_norm import norm_of
 from shoal.optim.grad_averager import average_of
@@ -105,7 +106,7 @@ class StrandRounds(ABC):
             others = self._crew.hear()
             if not all(others):
                 raise Behind("others have averaged a strand without the rank that carries it here")
-        except AveragingError:
+        except (AveragingError, Interrupted):
             self._crew.tell("go on")  # the other ranks need not wait any more
             self._crew.hear()
             raise

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
+from shoal.interrupts import result_of
 from shoal.optim.state import for_newcomer
 from shoal.p2p.errors import P2PError, PeerUnreachable, Refused
 from shoal.p2p.identity import PeerID
@@ -197,7 +198,7 @@ class StrandStates:
         async def ask_all() -> list[Carriers | None]:
             return await asyncio.gather(*map(ask, asked))
 
-        found = [said for said in self._dht.submit(ask_all()).result() if said is not None]
+        found = [said for said in result_of(self._dht.submit(ask_all())) if said is not None]
         if not found:
             reasons = "; ".join(f"{donor!r}: {reason}" for donor, reason in failed.items())
             raise DownloadFailed(f"no peer says who carries its strands. {reasons or 'There was nobody to ask'}")

@@ -39,6 +39,7 @@ from shoal.health.record import (
     Totals,
     printable,
 )
+from shoal.interrupts import result_of
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import this_machine
 from shoal.optim.progress import RunProgress
@@ -234,7 +235,7 @@ class Vitals:
         if self._publishing is None or not self._run.dht.is_alive():
             return
         with contextlib.suppress(TimeoutError, CancelledError, RuntimeError):  # the DHT is shut down at this moment
-            self._run.dht.submit(self._say_goodbye()).result(2 * GOODBYE_SECONDS)
+            result_of(self._run.dht.submit(self._say_goodbye()), 2 * GOODBYE_SECONDS)
 
     async def _say_goodbye(self) -> None:
         assert self._publishing is not None

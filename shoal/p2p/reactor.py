@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Coroutine
@@ -33,7 +34,7 @@ class Reactor:
     def __init__(self) -> None:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
-        self._users = 0
+        self._users, self._process, self._has_ended = 0, os.getpid(), False
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL, self._switch_interval))
         self._thread = threading.Thread(target=self._run, name="shoal-reactor", daemon=True)
@@ -43,7 +44,7 @@ class Reactor:
     def acquire(cls) -> Reactor:
         """The process's reactor, started if nobody uses it yet. Each caller must call `release()` once."""
         with cls._lock:
-            if cls._shared is None or not cls._shared._thread.is_alive():
+            if cls._shared is None or not cls._shared.is_alive():
                 cls._shared = cls()
             cls._shared._users += 1
             return cls._shared
@@ -63,7 +64,9 @@ class Reactor:
 
     def is_alive(self) -> bool:
         """Whether its thread runs in this process."""
-        return self._thread.is_alive()
+        # `Thread.is_alive` of Python 3.11 says False for good of a living thread, once a signal handler has raised in
+        # that call.
+        return not self._has_ended and self._process == os.getpid()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `coroutine` on the loop. The future gets its result or error; cancelling the future cancels the
@@ -87,5 +90,8 @@ class Reactor:
         return self.submit(coroutine).result()
 
     def _run(self) -> None:
-        with self._runner:  # the runner cancels the remaining tasks
-            self.loop.run_forever()
+        try:
+            with self._runner:  # the runner cancels the remaining tasks
+                self.loop.run_forever()
+        finally:
+            self._has_ended = True

@@ -1,4 +1,4 @@
-"""Frozen parameters, such as the base model under adapters: peers have their own, compare them, and do not send them."""
+"""Frozen parameters, such as a base model under adapters: each peer has its own, and nobody downloads them."""
 
 from __future__ import annotations
 

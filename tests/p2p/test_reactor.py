@@ -95,3 +95,17 @@ def test_what_still_runs_is_cancelled_at_the_end():
     assert cleaned.is_set()
     assert future.cancelled()
     assert threading.active_count() <= before
+
+
+def test_it_is_alive_until_its_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Thread.is_alive` of Python 3.11 says False of a living thread once a signal handler has raised within it."""
+    reactor = Reactor.acquire()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "is_alive", lambda self: False)
+        assert reactor.is_alive()
+        second = Reactor.acquire()
+        assert second is reactor
+        assert reactor.run(asyncio.sleep(0, "runs")) == "runs"
+    second.release()
+    reactor.release()
+    assert not reactor.is_alive()

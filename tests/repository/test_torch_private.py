@@ -1,5 +1,5 @@
-"""Only the files `_torch.py`, one in each room, use private names of torch, and `_frameworks.py` those of other
-packages; each lists the names that it uses."""
+"""Only the files `_torch.py`, one in each room, use private names of torch, `_frameworks.py` those of other packages,
+and `_python.py` those of Python; each lists the names that it uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import shoal
 
 PACKAGE = Path(shoal.__file__).parent
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-HOMES = [path for path in TREES if path.name in ("_torch.py", "_frameworks.py")]
+HOMES = [path for path in TREES if path.name in ("_torch.py", "_frameworks.py", "_python.py")]
 
 OTHERS = {"os._exit", "sys._getframe"}
 """Private by their names, but documented, and not torch's."""

@@ -1,0 +1,74 @@
+"""A signal handler that raises within a call of the DHT leaves it as it was, or leaves nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import shoal
+
+
+class Late(TimeoutError):
+    """What an alarm raises."""
+
+
+@pytest.fixture
+def ring() -> Iterator[Callable[[Callable[[], object], float], bool]]:
+    """Makes a call, and rings within it: ring(call, longest time until then). Returns whether it has rung."""
+    chance, raised = random.Random(0), Late("rung")
+
+    def bell(number: int, frame: object) -> None:
+        raise raised
+
+    def make(call: Callable[[], object], within: float) -> bool:
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + chance.random() * within)
+                call()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except Late as error:
+            return error is raised
+        return False
+
+    before = signal.signal(signal.SIGALRM, bell)
+    gc.disable()  # what CPython swallows in destructors is no matter of these tests
+    yield make
+    gc.enable()
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_calls_are_interrupted_and_the_dht_goes_on(ring: Callable[[Callable[[], object], float], bool]) -> None:
+    with shoal.DHT(start=True) as dht:
+        calls: list[Callable[[], object]] = [
+            lambda: dht.get("key"),
+            lambda: dht.store("key", 1, shoal.get_dht_time() + 60),
+            dht.get_visible_maddrs,
+            lambda: dht.run_coroutine(lambda dht, node: asyncio.sleep(0.001)),
+        ]
+        rung = sum(ring(call, 0.001) for _ in range(60) for call in calls)
+        assert rung > 20
+        assert dht.store("key", 2, shoal.get_dht_time() + 90)
+        found = dht.get("key")
+        assert found is not None
+        assert found.value == 2
+
+
+def test_nothing_is_left_of_an_interrupted_start_or_shutdown(
+    ring: Callable[[Callable[[], object], float], bool],
+) -> None:
+    rung = 0
+    for _ in range(40):
+        made: list[shoal.DHT] = []
+        rung += ring(lambda made=made: made.append(shoal.DHT(start=True)), 0.004)  # type: ignore[misc]
+        for dht in made:
+            rung += ring(dht.shutdown, 0.002)
+            assert not dht.is_alive()
+    assert rung > 3
+    assert "shoal-reactor" not in {thread.name for thread in threading.enumerate()}
