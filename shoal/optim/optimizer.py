@@ -39,6 +39,7 @@ from shoal.optim.follower import Follower
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.lending import Lending
 from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.settings import (
@@ -289,6 +290,7 @@ class Optimizer(torch.optim.Optimizer):
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
+        self._lending: Lending | None = None
         self._speaker: Speaker | None = None
         self._ranks = 1  # the number of ranks of this peer
         if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
@@ -365,6 +367,11 @@ class Optimizer(torch.optim.Optimizer):
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
+        if not self.auxiliary:
+            can_be_lent = self._speaker is None and not settings.reuse_grad_buffers
+            self._lending = Lending(
+                self._epoch, run, self._trainer, can_be_lent=can_be_lent, counts_steps=settings.counts_steps
+            )
         self._vitals = Vitals(
             run,
             self.tracker,
@@ -397,6 +404,8 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
             raise
+        if self._lending is not None:
+            self._lending.belongs_here()
         if self._speaker is not None:
             self._speaker.state = lambda: (self._epoch.applied, self.param_groups)
 
@@ -471,6 +480,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._in_trainer("step"):
             if self._closed:
                 raise RuntimeError("this optimizer was shut down")
+            if self._lending is not None:
+                self._lending.belongs_here()
             speaker = self._speaker
             if speaker is None:
                 self._look()
@@ -754,7 +765,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if another thread is in one.
         """
-        if not self._trainer.acquire(blocking=False):
+        # Its own thread may be closing an epoch just now, while the trainer's thread waits in another optimizer.
+        if not self._trainer.acquire(blocking=self._lending is not None and self._lending.is_at_work):
             raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
         try:
             if are_neutral():  # of a step, a context manager would take 5 %
@@ -844,6 +856,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._speaker is not None and self._speaker.state is not None:  # else the constructor tells the others why
             self._speaker.gang.leave()
         timeout = self._settings.shutdown_timeout
+        if self._lending is not None:
+            self._lending.close()
         self._close_metrics()
         if self.dht.is_alive():
             self.tracker.stop()

@@ -20,6 +20,7 @@ import msgspec
 from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
+from shoal.optim.turns import result_of
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -641,10 +642,10 @@ class _Reports:
             self._look_later()
 
 
-def _take(report: Future[Count | None] | Future[None]) -> None:
+def _take(report: Future[Any]) -> None:
     """Wait until a report has arrived. If it does not arrive, the trainer gets no error."""
     try:
-        report.result()
+        result_of(report)
     except (P2PError, TimeoutError) as error:
         # The coordinator is gone or out of reach; the swarm reports again to its successor by itself.
         log.debug("could not report progress: %s", error)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.optim.faults import Faults
+from shoal.optim.turns import result_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
@@ -255,7 +256,7 @@ class Run:
         if self._left:  # `stop` may have looked through `_under_way` before this future was in it
             future.cancel()
         try:
-            return future.result()
+            return result_of(future)
         except CancelledError:
             raise AveragingError(f"{'the run was left' if self._left else 'the DHT was shut down'} meanwhile") from None
         except BaseException:  # Ctrl-C, too: nobody waits for the result any more
