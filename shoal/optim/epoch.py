@@ -32,7 +32,7 @@ from shoal.optim.settings import Settings
 from shoal.optim.state import Replica, for_newcomer
 from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_rounds import StrandRounds
-from shoal.optim.turns import result_of
+from shoal.optim.turns import are_several, ends_here, result_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
@@ -323,6 +323,11 @@ class Epoch:
         samples = self._close()
         if self._averages_in_background:
             self._end_in_background(samples)
+            return
+        if are_several() and not (self._settings.in_background or self._settings.reuse_grad_buffers):
+            self._end_in_background(samples)
+            if self._ending is not None and ends_here(self._ending.result):
+                self.take_result(wait=True)
             return
         averaged = self._round.average(samples)
         if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:

@@ -22,8 +22,8 @@ class Lending:
 
     If its round is called while its thread waits in another optimizer, it closes its epoch on its own thread, averages
     there, and applies the result in its next `step`. Until then it can't end another epoch. If the next round is called
-    by then, or if it can't be lent at all, it says so, and the round begins without it. If inner steps are counted, it
-    also says that it makes none meanwhile.
+    by then, it calls the thread back. If the thread can't leave its wait, or if this optimizer can't be lent at all, it
+    says so, and rounds begin without it. If inner steps are counted, it also says that it makes none meanwhile.
 
     Args:
         epoch: takes the optimizer from epoch to epoch.
@@ -94,7 +94,8 @@ class Lending:
         if self._can_be_lent and epoch.may_close:
             epoch.on_own_thread(self._take_part)
         elif epoch.needs_trainer or not self._can_be_lent:
-            self._say(Presence.AWAY)
+            if not (epoch.needs_trainer and self._turn.call_back()):
+                self._say(Presence.AWAY)
         elif self._counts_steps:
             self._say(Presence.LENT)
 

@@ -20,7 +20,7 @@ import msgspec
 from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
-from shoal.optim.turns import result_of
+from shoal.optim.turns import ends_here, result_of
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -462,7 +462,11 @@ class RunProgress:
         if at_once:
             self._pending = self._reactor.submit(reports.tell(report))
         elif another and self._may_wait and soon and self._waited_in_vain_at != report.tip:
-            _take(self._reactor.submit(self._ask(report)))
+            asking = self._reactor.submit(self._ask(report))
+            if ends_here(asking):
+                _take(asking)
+            else:
+                asking.cancel()
         elif is_unknown or missing <= 0:
             _take(self._reactor.submit(reports.tell(report)))
         elif missing <= rate * SOON:

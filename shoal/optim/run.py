@@ -127,13 +127,21 @@ class Run:
 
         Returns:
             The number of such peers.
+
+        Raises:
+            Rejected: if this peer is a newcomer, and the run has other terms.
         """
 
         def found() -> int:
             return sum(member.contributes for member in self.swarm.peer.view.connected())
 
-        self._wait(until(lambda: found() >= count, self.swarm.contacts.seen, timeout))
-        return self.call(found)
+        async def wait() -> int:
+            if found() < count and not self.swarm.made:
+                await self.swarm.contacts.check_terms()  # peers with other terms are never found
+            await until(lambda: found() >= count, self.swarm.contacts.seen, timeout)
+            return found()
+
+        return self._wait(wait())
 
     def wait_for_call(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until the round of the swarm's tip is called. Returns whether it was."""

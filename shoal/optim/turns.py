@@ -1,10 +1,15 @@
 """Knows which optimizers one thread trains in turn, and when that thread waits, so that the others can be lent.
 
 [Note: why a waiting thread lends its other optimizers]
-A script with two models has an `Optimizer` for each, and one thread steps them in turn. Without lending, peer A may wait
-in the step of the first for peer B, which waits in the step of the second for A. So while a thread waits inside Shoal,
-its other optimizers are lent: each may close its epoch on its own thread, as the trainer's thread would. The trainer's
-thread takes them back when its wait is over. Then it waits only for an optimizer that is just being closed.
+A script with two models has an `Optimizer` for each, and one thread steps them in turn. Without lending, peer A may
+wait in the step of the first for peer B, which waits in the step of the second for A. So while a thread waits in Shoal,
+its other optimizers are lent: each may close its epoch on its own thread, as the trainer's thread would, and average
+there. It applies the average in its own next `step`, and not before: a script may hold a graph of one model while it
+steps another, and a step behind its back would spoil the backward pass. So an optimizer can be lent once. When its next
+round is called, it calls the trainer's thread back, which leaves its wait and goes on: then the optimizer that it has
+waited in averages in the background, as one that is lent.
+
+The trainer's thread takes its optimizers back when its wait is over. It waits only for one that is just being closed.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -40,6 +45,7 @@ class Turn:
         self._changed = threading.Condition()
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._waits = self._borrowed = 0
+        self._recall: Future[None] | None = None  # ends the present wait, if it may be left
 
     @classmethod
     def of_this_thread(cls) -> Turn:
@@ -86,6 +92,23 @@ class Turn:
                 self._changed.wait_for(lambda: not self._borrowed)
 
     @contextlib.contextmanager
+    def may_leave(self, recall: Future[None]) -> Iterator[None]:
+        """Within this context, `call_back` sets the result of `recall`, upon which the thread leaves its wait."""
+        self._recall = recall
+        try:
+            yield
+        finally:
+            self._recall = None
+
+    def call_back(self) -> bool:
+        """An optimizer that can't be lent again needs the thread. Returns whether the thread leaves its wait."""
+        with self._changed:
+            recall = self._recall
+            if recall is not None and not recall.done():
+                recall.set_result(None)
+        return recall is not None
+
+    @contextlib.contextmanager
     def borrowed(self, trainer: threading.RLock) -> Iterator[bool]:
         """Within this context, the calling thread may act for the thread, which can't return from its wait.
 
@@ -127,3 +150,25 @@ def result_of(future: Future[T]) -> T:
         with turn.waiting():
             return future.result()
     return future.result()
+
+
+def ends_here(future: Future[T]) -> bool:
+    """Wait for a future of other peers, as long as no other optimizer of this thread needs the thread.
+
+    Returns:
+        Whether the future is done. If it is not, the thread should go on: another optimizer needs it more.
+    """
+    turn: Turn | None = getattr(_of_thread, "turn", None)
+    if turn is None or not turn.has_several:
+        wait([future])
+    elif not wait([future], SHORT_SECONDS).done:
+        recall: Future[None] = Future()
+        with turn.may_leave(recall), turn.waiting():
+            wait([future, recall], return_when=FIRST_COMPLETED)
+    return future.done()
+
+
+def are_several() -> bool:
+    """Whether this thread has several optimizers."""
+    turn: Turn | None = getattr(_of_thread, "turn", None)
+    return turn is not None and turn.has_several
