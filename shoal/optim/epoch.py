@@ -325,7 +325,7 @@ class Epoch:
             self._end_in_background(samples)
             return
         if are_several() and not (self._settings.in_background or self._settings.reuse_grad_buffers):
-            self._end_in_background(samples)
+            self._end_in_background(samples, on_loan=True)
             if self._ending is not None and ends_here(self._ending.result):
                 self.take_result(wait=True)
             return
@@ -383,10 +383,18 @@ class Epoch:
             failed.set_exception(error)
             self._ending, self.state = _Ending(Future(), failed, True), EpochState.AVERAGING
         else:
-            self._end_in_background(samples)
+            self._end_in_background(samples, on_loan=not self._averages_in_background)
 
-    def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
-        """Average and step on the background thread. If `averaged` is given, only step."""
+    def _end_in_background(
+        self, samples: float, averaged: Averaged | None = None, *, on_loan: bool = False
+    ) -> None:
+        """Average and step on the background thread. If `averaged` is given, only step.
+
+        Args:
+            samples: what this peer has brought.
+            averaged: the result of the round.
+            on_loan: see `_Ending`.
+        """
         tip: Future[Tip] = Future()
 
         def end() -> Averaged | None:
@@ -397,7 +405,6 @@ class Epoch:
                     self._step(result)
             return result
 
-        on_loan = averaged is None and not self._averages_in_background
         self._brought, self._ending = samples, _Ending(tip, self._thread.submit(end), on_loan)
         self.state = EpochState.AVERAGING if averaged is None else EpochState.STEPPING
 

@@ -29,19 +29,23 @@ class Lending:
         epoch: takes the optimizer from epoch to epoch.
         run: its run.
         trainer: the lock that a thread holds while it is in the optimizer.
-        can_be_lent: whether its accumulated gradients may be closed by another thread.
+        because: the option because of which no other thread may close its epochs; "" if one may.
         counts_steps: whether the run counts inner steps.
+
+    Attributes:
+        run_id: the name of the run.
+        is_at_work: whether the optimizer's own thread is closing an epoch now.
     """
 
     def __init__(
-        self, epoch: Epoch, run: Run, trainer: threading.RLock, *, can_be_lent: bool, counts_steps: bool
+        self, epoch: Epoch, run: Run, trainer: threading.RLock, *, because: str, counts_steps: bool
     ) -> None:
-        self._epoch, self._run, self._trainer = epoch, run, trainer
-        self._can_be_lent, self._counts_steps = can_be_lent, counts_steps
+        self.run_id, self._epoch, self._run, self._trainer = run.run_id, epoch, run, trainer
+        self._because, self._can_be_lent, self._counts_steps = because, not because, counts_steps
         self._turn: Turn | None = None
         self._watching: Future[None] | None = None
         self._said: tuple[Tip, Presence] | None = None  # what it has said since the present wait began
-        self.is_at_work = False  # whether its own thread is closing an epoch now
+        self.is_at_work = False
 
     def belongs_here(self) -> None:
         """The calling thread trains this optimizer."""
@@ -51,15 +55,18 @@ class Lending:
         if self._turn is not None:
             self._turn.remove(self)
         self._turn = turn
-        members = turn.add(self)
-        if len(members) > 1:
-            for member in members:
-                member.watch()
+        turn.add(self)
 
     def watch(self) -> None:
         """From now on, look whenever the run has news: the thread has several optimizers."""
         if self._watching is None and not self._run.is_over:
             self._watching = self._run.dht.submit(self._watch())
+            if self._because:
+                log.warning(
+                    "this thread trains several models, and that of the run %r has %s: while the thread waits in another "
+                    "run, rounds of this one begin without it; leave that option out, or train the models in one run",
+                    self.run_id, self._because,
+                )  # fmt: skip
 
     def tell_waiting(self) -> None:
         """See `Member`."""
@@ -88,13 +95,13 @@ class Lending:
         """
         if begins:
             self._said = None
-        if self._turn is None or not self._turn.is_waiting or not self._is_free():
+        turn, epoch = self._turn, self._epoch
+        if turn is None or not turn.is_waiting or not turn.is_alone(self) or not self._is_free():
             return
-        epoch = self._epoch
         if self._can_be_lent and epoch.may_close:
             epoch.on_own_thread(self._take_part)
         elif epoch.needs_trainer or not self._can_be_lent:
-            if not (epoch.needs_trainer and self._turn.call_back()):
+            if not (epoch.needs_trainer and turn.call_back()):
                 self._say(Presence.AWAY)
         elif self._counts_steps:
             self._say(Presence.LENT)

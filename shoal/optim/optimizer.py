@@ -368,10 +368,10 @@ class Optimizer(torch.optim.Optimizer):
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
         if not self.auxiliary:
-            can_be_lent = self._speaker is None and not settings.reuse_grad_buffers
-            self._lending = Lending(
-                self._epoch, run, self._trainer, can_be_lent=can_be_lent, counts_steps=settings.counts_steps
-            )
+            of_ranks = "" if self._speaker is None else "cluster="
+            because = of_ranks or ("reuse_grad_buffers=True" if settings.reuse_grad_buffers else "")
+            steps = settings.counts_steps
+            self._lending = Lending(self._epoch, run, self._trainer, because=because, counts_steps=steps)
         self._vitals = Vitals(
             run,
             self.tracker,

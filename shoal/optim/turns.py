@@ -29,7 +29,13 @@ _of_thread = threading.local()
 
 
 class Member(Protocol):
-    """An optimizer that a thread trains in turn with others."""
+    """An optimizer that a thread trains in turn with others.
+
+    Attributes:
+        run_id: its run.
+    """
+
+    run_id: str
 
     def tell_waiting(self) -> None:
         """The thread waits from now on. Called in that thread; must not block."""
@@ -39,11 +45,17 @@ class Member(Protocol):
 
 
 class Turn:
-    """The optimizers that one thread trains in turn. Any thread may call the methods."""
+    """The optimizers that one thread trains in turn. Any thread may call the methods.
+
+    Attributes:
+        has_several: whether they are of several runs. (Several peers of one run, in a test for example, are not lent to
+            each other.)
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.has_several = False
         self._waits = self._borrowed = 0
         self._recall: Future[None] | None = None  # ends the present wait, if it may be left
 
@@ -60,21 +72,27 @@ class Turn:
         """Whether the thread waits inside Shoal."""
         return self._waits > 0
 
-    @property
-    def has_several(self) -> bool:
-        """Whether the thread has several optimizers."""
-        return len(self._members) > 1
-
-    def add(self, member: Member) -> list[Member]:
-        """Add an optimizer. Returns all that are here."""
+    def add(self, member: Member) -> None:
+        """Add an optimizer."""
         with self._changed:
             self._members.add(member)
-            return list(self._members)
+            self._count()
 
     def remove(self, member: Member) -> None:
         """Remove an optimizer, if it is here."""
         with self._changed:
             self._members.discard(member)
+            self._count()
+
+    def _count(self) -> None:
+        self.has_several = len({member.run_id for member in self._members}) > 1
+        for member in self._members if self.has_several else ():
+            member.watch()
+
+    def is_alone(self, member: Member) -> bool:
+        """Whether no other optimizer here is of the same run."""
+        with self._changed:
+            return not any(other.run_id == member.run_id and other is not member for other in self._members)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -133,8 +151,8 @@ class Turn:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """A context within which the calling thread waits for other peers, and its optimizers are lent. Costs nothing if
-    the thread has at most one optimizer."""
+    """A context within which the calling thread waits for other peers, and its optimizers are lent. Does nothing if the
+    thread trains in one run only."""
     turn: Turn | None = getattr(_of_thread, "turn", None)
     if turn is None or not turn.has_several:
         yield
@@ -169,6 +187,6 @@ def ends_here(future: Future[T]) -> bool:
 
 
 def are_several() -> bool:
-    """Whether this thread has several optimizers."""
+    """Whether this thread trains in several runs."""
     turn: Turn | None = getattr(_of_thread, "turn", None)
     return turn is not None and turn.has_several

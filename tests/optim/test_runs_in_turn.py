@@ -152,8 +152,13 @@ def lent(places: list[shoal.DHT]) -> Iterator[Callable[..., tuple[Trainer, Calla
                 time.sleep(0.01)
             mine.step("d")
 
+            def end_epoch() -> None:
+                other.step("d")
+                while not other.optimizers["d"].local_epoch:
+                    other.optimizers["d"].step(batch_size=0)
+
             def lend() -> None:
-                thread = threading.Thread(target=other.step, args=("d",))
+                thread = threading.Thread(target=end_epoch)
                 thread.start()
                 with turns.waiting():
                     thread.join(20)
