@@ -28,13 +28,16 @@ def places() -> Iterator[list[shoal.DHT]]:
 class Trainer:
     """One peer, whose thread trains several models in turn."""
 
-    def __init__(self, dht: shoal.DHT, order: tuple[str, ...], **options: Any) -> None:
+    def __init__(
+        self, dht: shoal.DHT, order: tuple[str, ...], apart: dict[str, dict[str, Any]] | None = None, **options: Any
+    ) -> None:
         self.order, self.longest, self.steps = order, 0.0, 0
         self.models, self.optimizers = {}, {}
         for name in dict.fromkeys(order):
             torch.manual_seed(0)
             self.models[name] = torch.nn.Linear(4, 1)
             given = {"target_batch_size": 8, "optimizer": lambda params: torch.optim.SGD(params, lr=1e-3), **options}
+            given |= (apart or {}).get(name, {})
             self.optimizers[name] = shoal.Optimizer(
                 dht=dht, run_id=name, params=self.models[name].parameters(), batch_size_per_step=4, **given
             )
@@ -202,6 +205,39 @@ def test_what_is_lent_is_applied_before_it_is_saved_or_left(lent: Lent, call: st
     getattr(mine.optimizers["d"], call)()
     assert mine.optimizers["d"].local_epoch == 1
     assert not torch.equal(mine.parameters("d"), before)
+
+
+@pytest.mark.usefixtures("all_are_here")
+def test_who_waits_in_another_run_has_the_last_result_of_one_that_left(
+    places: list[shoal.DHT], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise nobody could bring that result, and the two would end with unlike parameters."""
+    apart = {"g": {"min_peers": 2, "matchmaking_time": 1.5}, "d": {"matchmaking_time": 0.3}}
+    mine, other = Trainer(places[0], ("g", "d"), apart), Trainer(places[1], ("d",), apart)
+    with ExitStack() as stack:
+        for optimizer in (*mine.optimizers.values(), *other.optimizers.values()):
+            stack.callback(optimizer.shutdown)
+        while len(mine.optimizers["d"]._run.swarm.peer.view.connected()) < 2:
+            time.sleep(0.01)
+        mine.step("d")
+        mine.step("g")
+
+        def end() -> None:
+            other.step("d")
+            while not other.optimizers["d"].local_epoch:
+                other.optimizers["d"].step(batch_size=0)
+            other.optimizers["d"].shutdown()
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        mine.step("g")  # where it waits for a second peer
+        thread.join()
+        assert other.optimizers["d"].local_epoch == 1
+        while not mine.optimizers["d"].local_epoch:
+            mine.optimizers["d"].step(batch_size=0)
+        assert "nobody brings its result" not in caplog.text
+        assert mine.optimizers["d"].tip == other.optimizers["d"].tip
+        torch.testing.assert_close(mine.parameters("d"), other.parameters("d"), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("all_are_here")
