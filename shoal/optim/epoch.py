@@ -32,7 +32,7 @@ from shoal.optim.settings import Settings
 from shoal.optim.state import Replica, for_newcomer
 from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_rounds import StrandRounds
-from shoal.optim.turns import are_several, ends_here, result_of
+from shoal.optim.turns import are_several, is_called_away, wait_for
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
@@ -326,7 +326,7 @@ class Epoch:
             return
         if are_several() and not (self._settings.in_background or self._settings.reuse_grad_buffers):
             self._end_in_background(samples, on_loan=True)
-            if self._ending is not None and ends_here(self._ending.result):
+            if self._ending is not None and not is_called_away(self._ending.result):
                 self.take_result(wait=True)
             return
         averaged = self._round.average(samples)
@@ -378,16 +378,14 @@ class Epoch:
             if not self._round.are_enough_here():
                 return
             samples = self._close()
-        except Exception as error:  # the trainer hears of it
+        except Exception as error:  # noqa: BLE001 (the trainer hears of it)
             failed: Future[Averaged | None] = Future()
             failed.set_exception(error)
             self._ending, self.state = _Ending(Future(), failed, True), EpochState.AVERAGING
         else:
             self._end_in_background(samples, on_loan=not self._averages_in_background)
 
-    def _end_in_background(
-        self, samples: float, averaged: Averaged | None = None, *, on_loan: bool = False
-    ) -> None:
+    def _end_in_background(self, samples: float, averaged: Averaged | None = None, *, on_loan: bool = False) -> None:
         """Average and step on the background thread. If `averaged` is given, only step.
 
         Args:
@@ -453,8 +451,7 @@ class Epoch:
         if ending is None:
             return None
         result = ending.result
-        with contextlib.suppress(Exception):
-            result_of(result)
+        wait_for(result)
         error = result.exception()
         failed = result.result() is None if error is None else not isinstance(error, Behind)
         failed = failed and not ending.on_loan

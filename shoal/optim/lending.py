@@ -37,9 +37,7 @@ class Lending:
         is_at_work: whether the optimizer's own thread is closing an epoch now.
     """
 
-    def __init__(
-        self, epoch: Epoch, run: Run, trainer: threading.RLock, *, because: str, counts_steps: bool
-    ) -> None:
+    def __init__(self, epoch: Epoch, run: Run, trainer: threading.RLock, *, because: str, counts_steps: bool) -> None:
         self.run_id, self._epoch, self._run, self._trainer = run.run_id, epoch, run, trainer
         self._because, self._can_be_lent, self._counts_steps = because, not because, counts_steps
         self._turn: Turn | None = None
@@ -63,10 +61,12 @@ class Lending:
             self._watching = self._run.dht.submit(self._watch())
             if self._because:
                 log.warning(
-                    "this thread trains several models, and that of the run %r has %s: while the thread waits in another "
-                    "run, rounds of this one begin without it; leave that option out, or train the models in one run",
-                    self.run_id, self._because,
-                )  # fmt: skip
+                    "this thread trains several models, and that of the run %r has %s: while the thread waits in "
+                    "another run, rounds of this one begin without it; leave that option out, or train the models in "
+                    "one run",
+                    self.run_id,
+                    self._because,
+                )
 
     def tell_waiting(self) -> None:
         """See `Member`."""

@@ -20,7 +20,7 @@ import msgspec
 from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
-from shoal.optim.turns import ends_here, result_of
+from shoal.optim.turns import is_called_away, result_of
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -463,10 +463,10 @@ class RunProgress:
             self._pending = self._reactor.submit(reports.tell(report))
         elif another and self._may_wait and soon and self._waited_in_vain_at != report.tip:
             asking = self._reactor.submit(self._ask(report))
-            if ends_here(asking):
-                _take(asking)
-            else:
+            if is_called_away(asking):
                 asking.cancel()
+            else:
+                _take(asking)
         elif is_unknown or missing <= 0:
             _take(self._reactor.submit(reports.tell(report)))
         elif missing <= rate * SOON:

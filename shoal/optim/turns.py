@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -163,27 +163,29 @@ def waiting() -> Iterator[None]:
 
 def result_of(future: Future[T]) -> T:
     """The result of a future that waits for other peers. If that takes a while, the thread's optimizers are lent."""
-    turn: Turn | None = getattr(_of_thread, "turn", None)
-    if turn is not None and turn.has_several and not wait([future], SHORT_SECONDS).done:
-        with turn.waiting():
-            return future.result()
+    wait_for(future)
     return future.result()
 
 
-def ends_here(future: Future[T]) -> bool:
-    """Wait for a future of other peers, as long as no other optimizer of this thread needs the thread.
-
-    Returns:
-        Whether the future is done. If it is not, the thread should go on: another optimizer needs it more.
-    """
+def wait_for(future: Future[Any]) -> None:
+    """Lend the thread's optimizers until a future of other peers is done. Returns at once if the thread trains in one
+    run only."""
     turn: Turn | None = getattr(_of_thread, "turn", None)
-    if turn is None or not turn.has_several:
-        wait([future])
-    elif not wait([future], SHORT_SECONDS).done:
-        recall: Future[None] = Future()
-        with turn.may_leave(recall), turn.waiting():
-            wait([future, recall], return_when=FIRST_COMPLETED)
-    return future.done()
+    if turn is not None and turn.has_several and not wait([future], SHORT_SECONDS).done:
+        with turn.waiting():
+            wait([future])
+
+
+def is_called_away(future: Future[Any]) -> bool:
+    """As `wait_for`, but only until another optimizer of this thread needs the thread. Returns whether it does: then
+    the thread should leave the future, which is not done, and go on."""
+    turn: Turn | None = getattr(_of_thread, "turn", None)
+    if turn is None or not turn.has_several or wait([future], SHORT_SECONDS).done:
+        return False
+    recall: Future[None] = Future()
+    with turn.may_leave(recall), turn.waiting():
+        wait([future, recall], return_when=FIRST_COMPLETED)
+    return not future.done()
 
 
 def are_several() -> bool:

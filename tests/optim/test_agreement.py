@@ -189,10 +189,15 @@ def test_of_two_alone_the_one_with_the_larger_key_ends_though_its_epoch_was_call
             assert ends.tracker.ready_to_update_epoch
             stays = make(smaller, target_batch_size=32, **given)
             stack.callback(stays.shutdown)
+            until = time.monotonic() + 10
             with pytest.raises(shoal.AveragingError, match="target_batch_size is 64 here, and 32 there"):
-                for _ in range(20):
-                    ends.step(batch_size=0)
+                step_until(ends, until)
             stays.step(batch_size=0)
+
+
+def step_until(optimizer: shoal.Optimizer, until: float) -> None:
+    while time.monotonic() < until:
+        optimizer.step(batch_size=0)
 
 
 def step_with_gradients(optimizer: shoal.Optimizer) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -66,22 +67,9 @@ class Trainer:
 
 def at_once(*acts: Callable[[], None]) -> None:
     """Each in a thread of its own. Raises the first error."""
-    errors: list[BaseException] = []
-
-    def guarded(act: Callable[[], None]) -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    with ThreadPoolExecutor(len(acts)) as threads:
+        for future in [threads.submit(act) for act in acts]:
+            future.result(60)
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -134,7 +134,8 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
         asks: whether it waits for the answer before it begins that step.
         counted: if False, the report does not count; the sender only wants the answer.
         loading: the sender is downloading the state of that tip, and asks the round to wait for it.
-        presence: where the sender's trainer is. If it is elsewhere, the report has no samples, and earlier ones are void.
+        presence: where the sender's trainer is. If it is elsewhere, the report has no samples, and earlier ones are
+            void.
     """
 
     tip: Tip

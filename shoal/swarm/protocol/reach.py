@@ -60,7 +60,8 @@ class Reaching:
     clients, since they listen nowhere, nor members that have left, until they are listed anew. After 10 s without
     success there is one warning, which names all missing members. A member that was reached and then lost is named only
     in two cases: 10 s after the first sign that it is alive, or 10 s after this peer has lost all members. A client
-    does not miss other clients as long as it reaches a node. A peer with other terms is dialled, but no warning names it.
+    does not miss other clients as long as it reaches a node. A peer with other terms is dialled, but no warning names
+    it.
 
     All times are in seconds of the caller's clock.
 
