@@ -424,8 +424,10 @@ class Epoch:
             wait: wait until the thread is done.
         """
         ending = self._ending
-        on_loan = ending is not None and ending.on_loan and self.state is not EpochState.CLOSED
-        if not (self.is_done and self._result_is_due) and not ((wait or on_loan) and ending is not None):
+        if ending is None:
+            return
+        on_loan = ending.on_loan and self.state is not EpochState.CLOSED
+        if not (ending.result.done() and self._result_is_due) and not (wait or on_loan):
             return
         if self.state is EpochState.CLOSED:
             self._apply_last()

@@ -765,8 +765,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if another thread is in one.
         """
-        # Its own thread may be closing an epoch just now, while the trainer's thread waits in another optimizer.
-        if not self._trainer.acquire(blocking=self._lending is not None and self._lending.is_at_work):
+        if not (self._trainer.acquire(blocking=False) or self._wait_for_loan()):
             raise RuntimeError(f"{method}() was called while another thread is in this optimizer: one thread trains")
         try:
             if are_neutral():  # of a step, a context manager would take 5 %
@@ -776,6 +775,10 @@ class Optimizer(torch.optim.Optimizer):
                     yield
         finally:
             self._trainer.release()
+
+    def _wait_for_loan(self) -> bool:
+        """Acquire the lock, if it is held by the thread of this optimizer, which closes an epoch on loan."""
+        return self._lending is not None and self._lending.is_at_work and self._trainer.acquire()
 
     def _check_dht(self) -> None:
         if not self.dht.is_alive():
