@@ -3,6 +3,7 @@ late."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -32,6 +33,7 @@ from shoal.optim.settings import Settings
 from shoal.optim.state import Replica, Rewritten, for_newcomer
 from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_rounds import StrandRounds
+from shoal.optim.turns import are_several, is_called_away, wait_for
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
@@ -46,7 +48,7 @@ APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has 
 
 class EpochState(Enum):
     """The state of a peer with respect to the end of an epoch. The trainer's thread makes every transition, within its
-    calls.
+    calls; or the background thread on its behalf, while it waits in another optimizer (`close_on_loan`).
 
     A round or a download that the trainer waits for begins and ends within one call, in ACCUMULATING.
     """
@@ -59,10 +61,12 @@ class EpochState(Enum):
     To CLOSED: the optimizer is shut down. (From every state.)
     """
     AVERAGING = auto()
-    """The background thread averages, while this peer accumulates for the next epoch, whose tip is not known yet.
+    """The background thread averages, while this peer accumulates for the next epoch, whose tip is not known yet. (In
+    the modes without a background, this peer is on loan: it accumulates nothing until it has applied the result.)
 
     To STEPPING: the average is there, and with it the tip of the next epoch.
     To FAILED: there was no average, or the thread raised an error.
+    To ACCUMULATING: the same, on loan; this peer has still accumulated what it brought.
     To ACCUMULATING: other peers have ended the epoch, so this peer downloads their state.
     """
     STEPPING = auto()
@@ -88,10 +92,13 @@ class _Ending:
     Attributes:
         tip: a future of the tip of the next epoch.
         result: a future of the result; it is done when the thread is done.
+        on_loan: whether this peer averages in the background only because its trainer waited in another optimizer. What
+            it has brought stays accumulated until the result is applied, and nothing is added to it.
     """
 
     tip: Future[Tip]
     result: Future[Averaged | None]
+    on_loan: bool = False
 
 
 class Epoch:
@@ -129,6 +136,8 @@ class Epoch:
         # they are added. (Reused gradients have them in this epoch's sum already.)
         self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
         self._averages_in_background = settings.averages_in_background
+        # Otherwise the step changes the parameters that the trainer uses.
+        self._steps_in_background = settings.in_background and not settings.use_local_updates
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING; in CLOSED, if it took longer than `close`
         self._brought = 0.0  # samples that this peer brought to that end of an epoch
@@ -316,12 +325,14 @@ class Epoch:
             self._round.vote()  # first: it refuses options, and then nothing has changed
             if self._round.few_are_here():
                 return
-            self._replica.take_over()
-            samples = self._accumulation.close()
-            self._round.take()
+            samples = self._close()
             if self._averages_in_background:
-                self._accumulation.go_on()
                 self._end_in_background(samples)
+                return
+            if are_several() and not (self._settings.in_background or self._settings.reuse_grad_buffers):
+                self._end_in_background(samples, on_loan=True)
+                if self._ending is not None and not is_called_away(self._ending.result):
+                    self.take_result(wait=True)
                 return
             averaged = self._round.average(samples)
         if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:
@@ -333,19 +344,71 @@ class Epoch:
                 self._step(averaged)
             self._apply(averaged)
 
-    def _end_in_background(self, samples: float, averaged: Averaged | None = None) -> None:
-        """Average and step on the background thread. If `averaged` is given, only step."""
+    def _close(self) -> float:
+        """Bring what this peer has accumulated to the round. Returns the samples behind it."""
+        self._replica.take_over()
+        samples = self._accumulation.close()
+        self._round.take()
+        if self._averages_in_background:
+            self._accumulation.go_on()
+        return samples
+
+    @property
+    def may_close(self) -> bool:
+        """Whether the round of this epoch is called, and nothing keeps this peer from it."""
+        swarm, is_accumulating = self._run.swarm, self.state is EpochState.ACCUMULATING
+        is_called = swarm.called and swarm.tip == self._replica.tip == self._counted_from
+        return is_accumulating and is_called and not self.is_behind and not self._rests and self._forks.due() is None
+
+    @property
+    def needs_trainer(self) -> bool:
+        """Whether a round is called which this peer can't join before the trainer's thread has applied the last one."""
+        ending = self._ending
+        is_over = ending is not None and (ending.tip.done() or ending.result.done())
+        return is_over and self._run.swarm.called
+
+    def on_own_thread(self, act: Callable[[], None]) -> None:
+        """Let the background thread do this, unless the optimizer is shut down."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.submit(act)
+
+    @torch.no_grad()
+    def close_on_loan(self) -> None:
+        """End the epoch on the background thread, which calls this while the trainer's thread waits in another
+        optimizer. The next call of `take_result` applies the result, or raises what went wrong."""
+        if not self.may_close:
+            return
+        try:
+            self._round.vote()
+            if not self._round.are_enough_here():
+                return
+            samples = self._close()
+        except Exception as error:  # noqa: BLE001 (the trainer hears of it)
+            failed: Future[Averaged | None] = Future()
+            failed.set_exception(error)
+            self._ending, self.state = _Ending(Future(), failed, True), EpochState.AVERAGING
+        else:
+            self._end_in_background(samples, on_loan=not self._averages_in_background)
+
+    def _end_in_background(self, samples: float, averaged: Averaged | None = None, *, on_loan: bool = False) -> None:
+        """Average and step on the background thread. If `averaged` is given, only step.
+
+        Args:
+            samples: what this peer has brought.
+            averaged: the result of the round.
+            on_loan: see `_Ending`.
+        """
         tip: Future[Tip] = Future()
 
         def end() -> Averaged | None:
             result = self._round.average(samples) if averaged is None else averaged
             if result is not None and not result.donors:
                 tip.set_result(result.tip)
-                if not self._settings.use_local_updates:
+                if self._steps_in_background:
                     self._step(result)
             return result
 
-        self._brought, self._ending = samples, _Ending(tip, self._thread.submit(end))
+        self._brought, self._ending = samples, _Ending(tip, self._thread.submit(end), on_loan)
         self.state = EpochState.AVERAGING if averaged is None else EpochState.STEPPING
 
     @torch.no_grad()
@@ -370,7 +433,11 @@ class Epoch:
         Args:
             wait: wait until the thread is done.
         """
-        if not (self.is_done and self._result_is_due) and not (wait and self._ending is not None):
+        ending = self._ending
+        if ending is None:
+            return
+        on_loan = ending.on_loan and self.state is not EpochState.CLOSED
+        if not (ending.result.done() and self._result_is_due) and not (wait or on_loan):
             return
         if self.state is EpochState.CLOSED:
             self._apply_last()
@@ -385,9 +452,9 @@ class Epoch:
             self._synchronise()
             return
         if averaged is not None:
-            if self._settings.use_local_updates:
+            if not self._steps_in_background and not averaged.donors:
                 self._step(averaged)  # in this thread, because it changes the parameters that the trainer uses
-            self._apply(averaged, is_accumulating=True)
+            self._apply(averaged, is_accumulating=not on_loan)
 
     def _result(self) -> Averaged | None:
         """Wait for the result of the background thread. It is None if the thread found no average, or if another thread
@@ -396,9 +463,10 @@ class Epoch:
         if ending is None:
             return None
         result = ending.result
-        finished(result)
+        wait_for(result)
         error = result.exception()
         failed = result.result() is None if error is None else not isinstance(error, Behind)
+        failed = failed and not ending.on_loan
         self._ending = None
         if self.state is not EpochState.CLOSED:
             self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
@@ -453,10 +521,13 @@ class Epoch:
     def _apply_last(self) -> None:
         """Apply the result of a background thread that was at work when the optimizer was shut down."""
         averaged: Averaged | None = None
+        on_loan = self._ending is not None and self._ending.on_loan
         try:
             averaged = self._result()
         except AveragingError as error:
             log.info("the end of an epoch was given up: %s", error)
+        if averaged is not None and on_loan and not self._steps_in_background and not averaged.donors:
+            self._step(averaged)
         if self._drift is None:
             self._replica.publish()
         elif averaged is not None and not averaged.donors:

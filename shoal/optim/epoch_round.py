@@ -348,6 +348,11 @@ class EpochRound:
             )
         return found < least
 
+    def are_enough_here(self) -> bool:
+        """Whether `min_peers` are here now."""
+        least = self._least()
+        return least == 1 or self._run.wait_for_contributors(least, 0.0) >= least
+
     def _least(self) -> int:
         """The number of peers that must contribute to the next round."""
         return self._rules.least(self._run.swarm.peer.last)

@@ -23,6 +23,7 @@ from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreac
 from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
 from shoal.optim.settings import BATCH, SAMPLES, whole
 from shoal.optim.trainable import check_real, check_writable
+from shoal.optim.turns import waiting
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
@@ -340,8 +341,9 @@ def average_of(
     try:
         either: list[Future[Any]] = [control, ended]
         until = time.monotonic() + timeout
-        while time.monotonic() < until and not any_finished(either, until - time.monotonic()):
-            until = max(until, averager.got_on_at + timeout)
+        with waiting():
+            while time.monotonic() < until and not any_finished(either, until - time.monotonic()):
+                until = max(until, averager.got_on_at + timeout)
         if not control.done() and ended.done() and not ended.cancelled():
             control.cancel()
             raise Behind("the others have ended the epoch before this peer's gradients were there")

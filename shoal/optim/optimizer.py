@@ -42,6 +42,7 @@ from shoal.optim.follower import Follower
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.lending import Lending
 from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.settings import (
@@ -300,6 +301,7 @@ class Optimizer(ShowsGroups):
         self.on_event: Callable[[Event], None] | None = None
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
+        self._lending: Lending | None = None
         self._speaker: Speaker | None = None
         self._ranks = 1  # the number of ranks of this peer
         if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
@@ -387,6 +389,11 @@ class Optimizer(ShowsGroups):
         )
         accumulation = Accumulation(self, settings, run, replica, self._gradients)
         self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
+        if not self.auxiliary:
+            of_ranks = "" if self._speaker is None else "cluster="
+            because = of_ranks or ("reuse_grad_buffers=True" if settings.reuse_grad_buffers else "")
+            steps = settings.counts_steps
+            self._lending = Lending(self._epoch, run, self._trainer, because=because, counts_steps=steps)
         self._vitals = Vitals(
             run,
             self.tracker,
@@ -420,6 +427,8 @@ class Optimizer(ShowsGroups):
         except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
             self.shutdown()
             raise
+        if self._lending is not None:
+            self._lending.belongs_here()
         if self._speaker is not None:
             self._speaker.state = lambda: (self._epoch.applied, self.param_groups)
 
@@ -494,6 +503,8 @@ class Optimizer(ShowsGroups):
         with self._in_trainer("step", grad=False):
             if self._closed:
                 raise RuntimeError("this optimizer was shut down")
+            if self._lending is not None:
+                self._lending.belongs_here()
             speaker = self._speaker
             if speaker is None:
                 self._look()
@@ -783,7 +794,11 @@ class Optimizer(ShowsGroups):
         Raises:
             RuntimeError: if another thread is in one.
         """
-        return _InTrainer(self._trainer, method, grad)
+        return _InTrainer(self._trainer, self._wait_for_loan, method, grad)
+
+    def _wait_for_loan(self) -> bool:
+        """Acquire the lock, if it is held by the thread of this optimizer, which closes an epoch on loan."""
+        return self._lending is not None and self._lending.is_at_work and self._trainer.acquire()
 
     def _check_dht(self) -> None:
         if not self.dht.is_alive():
@@ -867,6 +882,8 @@ class Optimizer(ShowsGroups):
             if self._speaker is not None and self._speaker.state is not None:  # else the constructor tells them why
                 self._speaker.gang.leave()
             timeout = self._settings.shutdown_timeout
+            if self._lending is not None:
+                self._lending.close()
             self._close_metrics()
             if self.dht.is_alive():
                 self.tracker.stop()
@@ -884,16 +901,18 @@ class Optimizer(ShowsGroups):
 class _InTrainer:
     """See `Optimizer._in_trainer`. Of a step, context managers made of functions would take 10 %."""
 
-    __slots__ = ("_grad", "_held", "_lock", "_method", "_modes", "_was_grad")
+    __slots__ = ("_grad", "_held", "_lock", "_method", "_modes", "_wait_for_loan", "_was_grad")
 
-    def __init__(self, lock: threading.RLock, method: str, grad: bool | None) -> None:
-        self._lock, self._method, self._grad = lock, method, grad
+    def __init__(
+        self, lock: threading.RLock, wait_for_loan: Callable[[], bool], method: str, grad: bool | None
+    ) -> None:
+        self._lock, self._wait_for_loan, self._method, self._grad = lock, wait_for_loan, method, grad
         self._modes: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         self._held = held()
         self._held.__enter__()
-        if not self._lock.acquire(blocking=False):
+        if not (self._lock.acquire(blocking=False) or self._wait_for_loan()):
             error = RuntimeError(
                 f"{self._method}() was called while another thread is in this optimizer: one thread trains"
             )

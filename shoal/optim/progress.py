@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.dht.records import get_dht_time
-from shoal.interrupts import finished
 from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
+from shoal.optim.turns import is_called_away, wait_for
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -462,7 +462,11 @@ class RunProgress:
         if at_once:
             self._pending = self._reactor.submit(reports.tell(report))
         elif another and self._may_wait and soon and self._waited_in_vain_at != report.tip:
-            _take(self._reactor.submit(self._ask(report)))
+            asking = self._reactor.submit(self._ask(report))
+            if is_called_away(asking):
+                asking.cancel()
+            else:
+                _take(asking)
         elif is_unknown or missing <= 0:
             _take(self._reactor.submit(reports.tell(report)))
         elif missing <= rate * SOON:
@@ -642,9 +646,9 @@ class _Reports:
             self._look_later()
 
 
-def _take(report: Future[Count | None] | Future[None]) -> None:
+def _take(report: Future[Any]) -> None:
     """Wait until a report has arrived. If it does not arrive, the trainer gets no error."""
-    finished(report)
+    wait_for(report)
     try:
         report.result()
     except (P2PError, TimeoutError) as error:

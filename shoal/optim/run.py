@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
-from shoal.interrupts import Interrupted, finished, held, result_of, unbroken
+from shoal.interrupts import Interrupted, finished, held, unbroken
 from shoal.optim.faults import Faults
+from shoal.optim.turns import result_of
 from shoal.p2p.identity import PeerID
 from shoal.swarm.directory import DHTDirectory
 from shoal.swarm.protocol.contribution import Contribution, Outcome
@@ -183,13 +184,21 @@ class Run:
 
         Returns:
             The number of such peers.
+
+        Raises:
+            Rejected: if this peer is a newcomer, and the run has other terms.
         """
 
         def found() -> int:
             return sum(member.contributes for member in self.swarm.peer.view.connected())
 
-        self._wait(until(lambda: found() >= count, self.swarm.contacts.seen, timeout))
-        return self.call(found)
+        async def wait() -> int:
+            if found() < count and not self.swarm.made:
+                await self.swarm.contacts.check_terms()  # peers with other terms are never found
+            await until(lambda: found() >= count, self.swarm.contacts.seen, timeout)
+            return found()
+
+        return self._wait(wait())
 
     def wait_for_call(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until the round of the swarm's tip is called. Returns whether it was."""

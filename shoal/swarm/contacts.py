@@ -101,6 +101,7 @@ class Contacts:
         self._pinged: dict[bytes, None] = {}  # peers that owe an answer
         self._watches: dict[bytes, _Watch] = {}
         self._spread: asyncio.TimerHandle | None = None
+        self._again: asyncio.TimerHandle | None = None  # repeats how the last peer with other terms differs
         self._look_now = asyncio.Event()
         self._seen = asyncio.Event()
         self._has_met = False  # whether this peer has met a peer with the same terms
@@ -128,8 +129,9 @@ class Contacts:
         self._stop_following()
         for task in self._tasks:
             task.cancel()
-        if self._spread is not None:
-            self._spread.cancel()
+        for timer in (self._spread, self._again):
+            if timer is not None:
+                timer.cancel()
 
     async def seen(self) -> None:
         """Return when the next member says HELLO; it may be a new one."""
@@ -208,8 +210,20 @@ class Contacts:
                 log.debug("%r did not describe its tensors: %s", peer, error)
         if self._refused is not None and self._refused[0] == peer.key:
             self._refused_difference = stranger.difference
-        fields = {"event": "other terms", "peer": str(peer), "difference": stranger.difference}
-        log.warning("%r is in the run with other terms: %s", peer, stranger.difference, extra={"shoal": fields})
+        self._tell_difference(peer, stranger.difference)
+
+    def _tell_difference(self, peer: PeerID, difference: str) -> None:
+        """Log it, and again each minute while this peer waits in vain for one with its own terms."""
+        fields = {"event": "other terms", "peer": str(peer), "difference": difference}
+        log.warning("%r is in the run with other terms: %s", peer, difference, extra={"shoal": fields})
+        if self._again is not None:
+            self._again.cancel()
+        self._again = asyncio.get_running_loop().call_later(EXPLAINED_SECONDS, self._tell_again, peer, difference)
+
+    def _tell_again(self, peer: PeerID, difference: str) -> None:
+        is_alone = not self._has_met and (self._channel.is_connected(peer.key) or not self._peer.participant.made)
+        if is_alone and not self._stopped:
+            self._tell_difference(peer, difference)
 
     def on_describe(self, peer: PeerID, theirs: Buffer) -> Reply:
         """A peer asks for the description of this peer's tensors, and sends that of its own."""
@@ -235,10 +249,11 @@ class Contacts:
         if differs_in is not None:
             self._is_stranger(peer, hello, differs_in)
             self.lose(peer.key)
-            self._reach.reached(hello.sender)
+            self._reach.refused(hello.sender)
             self._changed()
             return self._peer.hello()
         self._strangers.pop(peer.key, None)
+        self._reach.accepted(peer.key)
         self.spoke(hello.sender)
         new = self._view.hear(peer.key, hello.members, self._now())
         # If others reach a member that this peer has lost, it is alive.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
@@ -171,3 +172,38 @@ def test_who_may_differ_is_let_in(running: list[shoal.DHT], given: dict[str, Any
     optimizer = make(running[0], **given)
     assert len(optimizer._run.swarm.peer.view.connected()) == 3
     optimizer.shutdown()
+
+
+def test_of_two_alone_the_one_with_the_larger_key_ends_though_its_epoch_was_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It makes no reports any more, and no round, since it waits for `min_peers`."""
+    monkeypatch.setattr(contacts, "ALONE_SECONDS", 0.0)
+    with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), start=True) as second:
+        smaller, larger = sorted((first, second), key=lambda dht: dht.peer_id.key)
+        given = {"min_peers": 2, "matchmaking_time": 0.2}
+        with contextlib.ExitStack() as stack:
+            ends = make(larger, **given)
+            stack.callback(ends.shutdown)
+            ends.step(batch_size=0)
+            step_with_gradients(ends)
+            assert ends.tracker.ready_to_update_epoch
+            stays = make(smaller, target_batch_size=32, **given)
+            stack.callback(stays.shutdown)
+            until = time.monotonic() + 10
+            with pytest.raises(shoal.AveragingError, match="target_batch_size is 64 here, and 32 there"):
+                step_until(ends, until)
+            stays.step(batch_size=0)
+
+
+def step_until(optimizer: shoal.Optimizer, until: float) -> None:
+    while time.monotonic() < until:
+        optimizer.step(batch_size=0)
+
+
+def step_with_gradients(optimizer: shoal.Optimizer) -> None:
+    """Bring the whole target."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step(batch_size=64)

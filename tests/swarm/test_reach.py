@@ -379,3 +379,18 @@ def test_one_that_is_alone_in_the_dht_too_began_it() -> None:
     reach.reached(member(1))
     reach.left(key(1), 0.0)
     assert reach.notice(1000.0, lambda: 3) is None, "the others have left: nothing is wrong"
+
+
+def test_a_peer_with_other_terms_is_dialled_and_no_warning_names_it() -> None:
+    """Its user is told what differs: no port or address of it is wrong."""
+    reach = reach_of()
+    reach.refused(member(1))
+    reach.lost(key(1), 1.0)
+    reach.known(members(1), 2.0, listed=True)
+    played = play(reach, 2.0, 100.0)
+    assert played.times(1)
+    assert played.reports == []
+    reach.accepted(key(1))  # it was started again, with the terms of the run
+    reach.reached(member(1))
+    reach.lost(key(1), 101.0)
+    assert "can't be reached" in play(reach, 101.0, 120.0).only().advice

@@ -119,6 +119,7 @@ class Coordinator:
     kept_out: dict[bytes, None] = field(default_factory=dict, init=False)  # joined, but have held up too many rounds
     late: dict[bytes, None] = field(default_factory=dict, init=False)  # joined after BEGIN, and wait for the next round
     counts: dict[bytes, msg.Progress] = field(default_factory=dict, init=False)
+    lent: dict[bytes, None] = field(default_factory=dict, init=False)  # members whose trainers are elsewhere, but join
     begin: msg.Begin | None = None
     ballot: Ballot = NO_BALLOT
     out: dict[bytes, str] = field(default_factory=dict)  # members that were put out of the round, each with the reason
@@ -181,15 +182,18 @@ class Coordinator:
         """A member reports its samples. Returns the answer, and further actions. Only reported samples call the round,
         never estimates."""
         before = self.counts.get(key)
-        if report.counted:
+        if report.presence is not msg.Presence.HERE:
+            self._went_elsewhere(key, report.presence)
+        elif report.counted:
             self.counts[key] = msgspec.structs.replace(report, asks=False)
+            self.lent.pop(key, None)
         target = self.target
         self.pace.target = math.inf if target is None else target
         most = self._most(now)(key)
         samples = self._samples(now)
         actions = self._call(now) if self._is_due(now) else []
-        if self.phase is Phase.COUNTING:
-            actions = self.tick(now)  # a single JOIN may call the round now
+        if self.phase is Phase.COUNTING or report.presence is not msg.Presence.HERE:
+            actions += self.tick(now)  # a single JOIN may call the round now, or the last one to wait for is gone
         rate = sum(count.rate for count in self.counts.values())
         called, wait = self.phase is not Phase.COUNTING, 0.0
         if report.counted and (report.asks or self.counts[key] != before):  # otherwise it repeats an earlier report
@@ -216,7 +220,9 @@ class Coordinator:
         known = [
             key
             for key in self._contributing()
-            if (not self.veterans or self._waits_for(key)) and (key in begun or brought.get(key, 1.0) > 0)
+            if (not self.veterans or self._waits_for(key))
+            and (key in begun or brought.get(key, 1.0) > 0)
+            and key not in self.lent
         ]
         return min(len(known), 2 * len(begun.intersection(known))) if begun else len(known)
 
@@ -310,6 +316,17 @@ class Coordinator:
         self.pace.lost(key)
         self._follow_the_first()
         return self.tick(now)
+
+    def _went_elsewhere(self, key: bytes, presence: msg.Presence) -> None:
+        """The trainer of a member waits in another run. Nobody waits for its samples until it reports again. If it
+        joins no rounds meanwhile, BEGIN does not wait for its JOIN either."""
+        self.counts.pop(key, None)
+        self.pace.lost(key)
+        if presence is msg.Presence.LENT:
+            self.lent[key] = None
+        else:
+            self.lent.pop(key, None)
+            self.veterans -= {key}
 
     def _forget_join(self, key: bytes) -> None:
         for of_members in (self.joins, self.gathered, self.wait_until, self.kept_out):
@@ -427,7 +444,7 @@ class Coordinator:
 
     def _waits_for(self, key: bytes) -> bool:
         has_reported = key in self.counts and self.history.is_awaited(key)
-        return self.rules.target_samples is None or has_reported or key in self.veterans
+        return self.rules.target_samples is None or has_reported or key in self.veterans or key in self.lent
 
     def _are_enough(self) -> bool:
         """Whether the members that joined can make a round: there are enough of them, and one of them can reduce."""

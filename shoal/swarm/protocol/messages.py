@@ -30,7 +30,7 @@ A *term* is an option that must be equal in a run; a *ballot* is one attempt at 
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 from typing import Annotated
 
@@ -112,6 +112,17 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     members: Members
 
 
+class Presence(IntEnum):
+    """Where the trainer of a member is. Its thread may train in several runs in turn, and wait in one of them."""
+
+    HERE = 0
+    """It makes steps in this run."""
+    LENT = 1
+    """It waits in another run. The member joins a round that is called, and makes no samples until its next report."""
+    AWAY = 2
+    """It waits in another run. The member joins no round until its next report."""
+
+
 class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """The sender reports its samples since the tip.
 
@@ -123,6 +134,8 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
         asks: whether it waits for the answer before it begins that step.
         counted: if False, the report does not count; the sender only wants the answer.
         loading: the sender is downloading the state of that tip, and asks the round to wait for it.
+        presence: where the sender's trainer is. If it is elsewhere, the report has no samples, and earlier ones are
+            void.
     """
 
     tip: Tip
@@ -133,6 +146,7 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     asks: bool = False
     counted: bool = True
     loading: bool = False
+    presence: Presence = Presence.HERE
 
 
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):

@@ -60,7 +60,8 @@ class Reaching:
     clients, since they listen nowhere, nor members that have left, until they are listed anew. After 10 s without
     success there is one warning, which names all missing members. A member that was reached and then lost is named only
     in two cases: 10 s after the first sign that it is alive, or 10 s after this peer has lost all members. A client
-    does not miss other clients as long as it reaches a node.
+    does not miss other clients as long as it reaches a node. A peer with other terms is dialled, but no warning names
+    it.
 
     All times are in seconds of the caller's clock.
 
@@ -77,6 +78,7 @@ class Reaching:
         self._reached: dict[bytes, Member] = {}
         self._missing: dict[bytes, _Missing] = {}  # in the order in which they went missing
         self._left: dict[bytes, None] = {}
+        self._refused: dict[bytes, None] = {}  # peers with other terms, so no members
         self._hurry_until = self._quiet_until = -math.inf
         self._quiet_alone_until = -math.inf  # the same for warnings of the loss of all members
         self._alone_since = -math.inf  # when this peer lost the last member that it reached
@@ -124,6 +126,17 @@ class Reaching:
         self._redial.found(member.peer)
         self._reached[member.key] = member
         return True
+
+    def refused(self, member: Member) -> None:
+        """The peer has said that it has other terms. To reach it would not help."""
+        self.reached(member)
+        self._refused[member.key] = None
+        if len(self._refused) > MAX_MEMBERS:
+            del self._refused[next(iter(self._refused))]
+
+    def accepted(self, key: bytes) -> None:
+        """That peer has the terms of the run."""
+        self._refused.pop(key, None)
 
     def forget(self, keys: Iterable[bytes], but: Collection[bytes]) -> None:
         """Forget members that others mentioned and that never gave a sign of life, except those in `but`."""
@@ -220,6 +233,8 @@ class Reaching:
     def _counts_from(self, missing: _Missing) -> float:
         """From when on the loss of that member is reported: never as long as it may be dead, or this peer does not need
         it."""
+        if missing.member.key in self._refused:
+            return math.inf
         if missing.member.role is Role.CLIENT and self._me.role is Role.CLIENT:
             meets_it_at_a_node = any(member.role is not Role.CLIENT for member in self._reached.values())
             return math.inf if meets_it_at_a_node else max(missing.since, self._alone_since) + PATIENCE

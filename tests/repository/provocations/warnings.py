@@ -160,6 +160,15 @@ def scaled_gradients_overflow(scene: Scene) -> None:
     optimizer.step(batch_size=8, grad_scaler=scaler)
 
 
+@provokes(
+    "this thread trains several models, and that of the run … has …: while the thread waits in another run, rounds of "
+    "this one begin without it"
+)
+def one_of_two_optimizers_of_a_thread_can_not_be_lent(scene: Scene) -> None:
+    scene.optimizer(run_id="generator")
+    scene.optimizer(run_id="critic", reuse_grad_buffers=True)
+
+
 @provokes("this peer's parameters differ from those of peers that compute alike")
 def somebody_writes_to_the_parameters(scene: Scene) -> None:
     peers = pair(scene)
