@@ -163,7 +163,7 @@ def test_what_is_written_into_frozen_parameters_stays(alone: Alone, mode: str) -
     options = {**DELAYS, "offload": {"offload_optimizer": True}, "diloco": {"outer": shoal.DiLoCo(inner_steps=2)}}
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    optimizer = make(alone, model, **options[mode])
+    optimizer = make(alone, model, frozen_parameters="send", **options[mode])
     for number in range(3):
         model[0].weight.data.fill_(number)
         go(model, optimizer, 3, by=1.0)
