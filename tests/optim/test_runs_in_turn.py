@@ -16,6 +16,8 @@ import torch
 import shoal
 from shoal.optim import turns
 
+pytestmark = pytest.mark.alone
+
 DIFFERENT = ("g", "d"), ("d", "g")
 """The orders in which two peers step the same two models."""
 
@@ -91,7 +93,7 @@ def test_no_peer_waits_for_one_that_waits_in_the_other_run(places: list[shoal.DH
     at_once(*(lambda peer=peer: peer.train(12) for peer in peers))  # type: ignore[misc]
     assert max(peer.longest for peer in peers) < 3.0
     for name in ("g", "d"):
-        # In the other modes the model may have moved on, by steps of its own or in an epoch that one peer ended later.
+        # In the other modes the model may have moved on, by its own steps or into an epoch that only one peer ended.
         if mode in ("default", "two peers at least", "offload", "own averager"):
             torch.testing.assert_close(peers[0].parameters(name), peers[1].parameters(name), rtol=0, atol=0)
 
