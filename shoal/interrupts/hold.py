@@ -34,8 +34,8 @@ _get_ident = threading.get_ident
 
 
 PATIENCE_SECONDS = 30.0
-"""How long a signal waits until the next one comes through at once, wherever the call is. Then the state may be torn, but
-Ctrl-C ends a hook of the user that never returns."""
+"""How long a signal waits until the next one comes through at once, wherever the call is. Then the state may be torn,
+but Ctrl-C ends a hook of the user that never returns."""
 
 
 class Interrupted(BaseException):
