@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType, TracebackType
@@ -30,6 +31,11 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
 _SIGNALS: Final = tuple(sorted(map(int, valid_signals())))
 _get_ident = threading.get_ident
+
+
+PATIENCE_SECONDS = 30.0
+"""How long a signal waits until the next one comes through at once, wherever the call is. Then the state may be torn,
+but Ctrl-C ends a hook of the user that never returns."""
 
 
 class Interrupted(BaseException):
@@ -62,9 +68,10 @@ class _Recorder:
         hold = _process.hold
         if hold is None:
             self.handler(number, frame)
-        elif hold.is_open:
+        elif hold.is_open or hold.is_stuck:
             hold.run(self.handler, number, frame)
         else:
+            hold.since = hold.since or time.monotonic()
             hold.pending.append((self.handler, number, frame))
 
 
@@ -119,14 +126,21 @@ class _Hold:
         is_open: whether handlers run at once, because the call waits.
         is_unbroken: whether the waits of the call stay closed.
         pending: the signals that have arrived: handler, number and frame.
+        since: when the first of them arrived; 0 before.
     """
 
-    __slots__ = ("_raised", "_recorders", "is_open", "is_unbroken", "pending")
+    __slots__ = ("_raised", "_recorders", "is_open", "is_unbroken", "pending", "since")
 
     def __init__(self) -> None:
         self.is_open = self.is_unbroken = False
+        self.since = 0.0
         self.pending: list[tuple[Handler, int, FrameType | None]] = []
         self._raised: BaseException | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a signal has waited for so long that the next one does not."""
+        return self.since > 0 and time.monotonic() - self.since > PATIENCE_SECONDS
 
     def __enter__(self) -> None:
         self._recorders = _process.put_recorders()
@@ -166,6 +180,7 @@ class _Hold:
     def run_pending(self) -> None:
         """Run the handlers of all signals that have arrived. Raises `Interrupted` if one raises."""
         while self.pending:
+            self.since = 0.0
             self.run(*self.pending.pop(0))
 
 

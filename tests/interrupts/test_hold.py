@@ -206,3 +206,14 @@ def test_a_wait_ends_after_its_time() -> None:
         with pytest.raises(TimeoutError):
             result_of(Future(), 0.01)
         assert not finished(Future(), -1.0)
+
+
+def test_work_that_never_ends_is_ended_by_another_signal(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.interrupts.hold.PATIENCE_SECONDS", 0.1)
+    timers = [later(ring), later(ring, 0.1), later(ring, 0.3)]
+    began = time.monotonic()
+    with pytest.raises(Late), held():
+        time.sleep(60)
+    for timer in timers:
+        timer.join()
+    assert 0.25 < time.monotonic() - began < 30
