@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -403,3 +404,29 @@ def test_what_is_written_into_the_model_of_a_cluster_is_drift_with_an_outer_opti
     optimizer.load_state_dict(optimizer.optimizer.state_dict())
     go(model, optimizer, 8)
     assert_all(model, 7)
+
+
+def test_a_default_and_an_offload_peer_that_change_the_model_alike_agree(
+    dht: shoal.DHT, all_are_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.optim.settings.HostCopy", Elsewhere)
+    monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)
+    with shoal.DHT(dht.get_visible_maddrs(), start=True) as other:
+        models, heard, peers = [nn.Linear(3, 2), nn.Linear(3, 2)], list[Any](), list[shoal.Optimizer]()
+        for place, model, offload in zip((dht, other), models, (False, True), strict=True):
+            WRITES["p.copy_"](model, values_of(model, 0))
+            sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "params": model.parameters()}
+            counts = {"target_batch_size": 8, "batch_size_per_step": 4}
+            peers.append(shoal.Optimizer(dht=place, run_id="alike", offload_optimizer=offload, **sgd, **counts))
+            peers[-1].on_event = heard.append
+
+        def train(model: nn.Module, optimizer: shoal.Optimizer) -> None:
+            while optimizer.local_epoch < 8:
+                go(model, optimizer, 1, by=3.0)
+                clamp(model, values_of(model, 0))
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(train, models, peers))
+        for optimizer in peers:
+            optimizer.shutdown()
+    assert {type(event) for event in heard} == {shoal.EpochReport}, heard
