@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.distributed import rpc
 
+from shoal.interrupts import holding
+
 
 class RemoteOptimizerError(RuntimeError):
     """An operation failed on one or more workers. The other workers have completed it.
@@ -33,6 +35,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function that every worker can import, and its arguments."""
 
 
+@holding  # what a signal handler raises is no error of a worker
 def call_all(what: str, calls: Mapping[str, Call]) -> dict[str, Any]:
     """Makes one call on each worker, all at the same time, and waits until all have answered.
 
