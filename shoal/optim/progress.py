@@ -561,11 +561,14 @@ class _Reports:
         self._sending: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._meeting: asyncio.Task[None] | None = None
         self._looks = False  # whether to ask when there is nothing to report
 
     def look(self, yes: bool) -> None:
         """From now on, ask when there is nothing to report; with False, stop asking."""
         self._looks = yes
+        if not yes and self._meeting is not None:
+            self._meeting.cancel()
         self._look_later()
 
     async def tell_later(self, outbox: _Outbox) -> None:
@@ -624,8 +627,26 @@ class _Reports:
         if self._looks:
             eta = max(0.0, self._progress.estimated_next_update_time - get_dht_time())
             peers = 0 if self.counted is None else self.counted.count.peers
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._refresh.seconds(eta, peers), self._look)
+            seconds = self._refresh.seconds(eta, peers)
+            if peers < 2:  # a script may wait for the first other peer before it trains
+                if self._has_company:
+                    seconds = self._refresh.min_refresh_period
+                elif self._meeting is None or self._meeting.done():
+                    self._meeting = asyncio.create_task(self._meet())
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    @property
+    def _has_company(self) -> bool:
+        """Whether another peer that trains is connected."""
+        view = self._swarm.peer.view
+        return any(member.contributes and member is not view.me for member in view.connected())
+
+    async def _meet(self) -> None:
+        """Ask as soon as this peer has met another one that trains."""
+        while not self._has_company:
+            await self._swarm.contacts.seen()
+        self._meeting = None
+        self._look_later()
 
     def _look(self) -> None:
         self._looking = asyncio.create_task(self._look_now())
