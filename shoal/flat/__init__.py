@@ -23,7 +23,6 @@ from shoal.flat._torch import grad_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
 from shoal.flat.elementwise import is_per_tensor, needs_sparse_gradients
-from shoal.flat.fingerprint import are_equal, fingerprint
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
@@ -33,7 +32,7 @@ from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.shown import OwnGroups, Shown, ShowsGroups
 from shoal.flat.span import Span
 from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
-from shoal.flat.watch import Watch
+from shoal.flat.watch import MemoryWatch, Watch
 
 __all__ = [
     "MADE_IN_INFERENCE",
@@ -42,6 +41,7 @@ __all__ = [
     "FlatBuffer",
     "FlatParameter",
     "Layout",
+    "MemoryWatch",
     "OwnGroups",
     "Places",
     "Shown",
@@ -51,12 +51,10 @@ __all__ = [
     "Watch",
     "after_loading",
     "after_saving",
-    "are_equal",
     "are_neutral",
     "before_loading",
     "before_saving",
     "bytes_of",
-    "fingerprint",
     "grad_of",
     "holders_of",
     "is_finite",

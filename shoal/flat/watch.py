@@ -5,11 +5,14 @@ The version counter of a tensor misses writes through `.data`, NumPy and DLPack,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 WORD = 8  # bytes; sums of 64-bit words take a fraction of the time that sums of 16-bit elements take
 ROWS, COLUMNS = 32, 1021  # a prime number, so that rows of a matrix that change places do not stay in their columns
+SPARSE = 256, 64  # the columns, and how many of them a sparse watch reads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -22,9 +25,14 @@ class Watch:
 
     The tensors are 1-D and contiguous, always of the same length, dtype and device. Everything is computed on that
     device.
+
+    Args:
+        sparse: of a large tensor on the host, read only one quarter: 512 bytes of every 2 KiB. A write that covers less
+            may not be noticed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = False) -> None:
+        self._sparse = sparse
         self._kept: Tensor | None = None
         self._tensor: Tensor | None = None
         self._words = self._rest = torch.empty(0, device="cpu")
@@ -55,9 +63,45 @@ class Watch:
             self._rest = tensor[whole:].view(torch.uint8) if whole else self._words[:0]
             self._tensor = tensor
         words, rest = self._words, self._rest
-        tables = len(words) // (ROWS * COLUMNS)
+        columns, read = SPARSE if self._sparse and words.device.type == "cpu" else (COLUMNS, COLUMNS)
+        tables = len(words) // (ROWS * columns)
         if not tables and not len(rest):
             return words.clone() if copy else words
-        whole = tables * ROWS * COLUMNS
-        sums = words[:whole].view(tables, ROWS, COLUMNS).sum(1, dtype=torch.int64)
-        return torch.cat([sums.view(-1), words[whole:].long(), rest.long()])
+        whole = tables * ROWS * columns
+        table = words[:whole].view(tables, ROWS, columns)[..., :read]
+        return torch.cat([table.sum(1, dtype=torch.int64).view(-1), words[whole:].long(), rest.long()])
+
+
+class MemoryWatch:
+    """Notices whether somebody has written into flat memory since the last `keep`.
+
+    Args:
+        sparse: see `Watch`.
+    """
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        self._sparse = sparse
+        self._of: list[Watch] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are values to compare with."""
+        return bool(self._of)
+
+    def keep(self, flat: Sequence[Tensor]) -> None:
+        """The values that these buffers have now are the ones to compare with."""
+        if len(self._of) != len(flat):
+            self._of = [Watch(sparse=self._sparse) for _ in flat]
+        for watch, buffer in zip(self._of, flat, strict=True):
+            watch.keep(buffer)
+
+    def forget(self) -> None:
+        """Until the next `keep`, the memory counts as written."""
+        self._of = []
+
+    def is_written(self, flat: Sequence[Tensor]) -> bool:
+        """Whether a buffer holds other values. Waits for the devices."""
+        if not self._of:
+            return True
+        found = [watch.is_written(buffer) for watch, buffer in zip(self._of, flat, strict=True)]
+        return any(bool(answer) for answer in found)

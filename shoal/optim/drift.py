@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, are_equal, fingerprint, holders_of, is_finite, pick_kernels
+from shoal.flat import FlatBuffer, Layout, MemoryWatch, holders_of, is_finite, pick_kernels
 from shoal.optim._torch import mark_as_stepped
 from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.diloco import DiLoCo
@@ -121,7 +121,7 @@ class Drift:
         self._on_host, self._memory = list(on_host), memory
         self._is_stale = True  # whether the parameters in `_on_host` are older than the model's
         self._places = list(map(Tensor.data_ptr, self._model))  # in that memory
-        self._held: list[Tensor] = []  # the fingerprint of the model after the last inner step; [] if it is not known
+        self._watch = MemoryWatch()  # of the model since the last inner step, if `_on_host` has copies of it
         self._is_apart = False  # whether the model may differ from the anchors even without new inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
@@ -159,24 +159,25 @@ class Drift:
         self.inner.step()
         for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
             model.copy_(host)
-        self._held = self._fingerprint()
+        if self._memory is not None and self._is_in_memory:
+            self._watch.keep(self._memory.flat)
         self.samples += batch_size
         self.steps += 1
         self._follow()
 
     def _take_to_host(self) -> None:
-        is_stale = self._is_stale or not are_equal(self._fingerprint(), self._held)  # the user may have written
+        memory = self._memory if self._is_in_memory else None
+        is_stale = self._is_stale or memory is None or self._watch.is_written(memory.flat)  # by the user
         for host, model in zip(self._on_host, self._model, strict=True):
             if is_stale:
                 host.copy_(model)
             host.grad = None if model.grad is None else model.grad.to("cpu")
         self._is_stale = False
 
-    def _fingerprint(self) -> list[Tensor]:
-        """The fingerprint of the model, if the inner optimizer is on the host and the model in its flat memory."""
-        if self._memory is None or list(map(Tensor.data_ptr, self._model)) != self._places:
-            return []
-        return fingerprint(self._memory.flat)
+    @property
+    def _is_in_memory(self) -> bool:
+        """Whether the model is where it was: users may have given parameters other memory."""
+        return list(map(Tensor.data_ptr, self._model)) == self._places
 
     def begin(self, epoch: int) -> None:
         """The next inner steps belong to `epoch`."""

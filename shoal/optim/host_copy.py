@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.flat import FlatBuffer, are_equal, fingerprint
+from shoal.flat import FlatBuffer, MemoryWatch
 
 
 class HostCopy:
@@ -19,8 +19,8 @@ class HostCopy:
 
     [Note: what users write] Whatever is in the model when a step begins is the model: `follow` takes it. Writes through
     `.data` or numpy change no address and raise no count. So on the host `follow` copies the model, which takes less
-    time than to compare it. On a device it compares fingerprints that are made there, and reads one number. What is
-    written during a step in the background is overwritten, and `publish` tells of it, from fingerprints as well.
+    time than to compare it. On a device it asks a `MemoryWatch`, and reads one number. What is written during a step in
+    the background is overwritten, and `publish` tells of it.
 
     Args:
         params: the argument of an optimizer: tensors, (name, tensor) pairs, or parameter groups of either. They move
@@ -61,7 +61,7 @@ class HostCopy:
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self._memory = memory
-        self._held: list[Tensor] = []  # the fingerprint of the model; [] if it is not known
+        self._watch = MemoryWatch(sparse=True)  # on the host, only a warning depends on it
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 
@@ -109,14 +109,11 @@ class HostCopy:
         Args:
             own: the flat memory of the copy.
         """
-        if not self._is_elsewhere:
-            self.copy(self.memory, own)
-            self._held = fingerprint(self.memory.flat) if self._in_background else []
+        if self._is_elsewhere and not self._watch.is_written(self.memory.flat):
             return
-        found = fingerprint(self.memory.flat)
-        if not are_equal(found, self._held):
-            self.copy(self.memory, own)
-        self._held = found
+        self.copy(self.memory, own)
+        if self._is_elsewhere or self._in_background:
+            self._watch.keep(self.memory.flat)
 
     def publish(self, own: FlatBuffer) -> bool:
         """Set the model's parameters to the copy.
@@ -125,9 +122,12 @@ class HostCopy:
             Whether somebody has written to the model since `follow`, while a step was under way in the background.
         """
         model = self.memory.flat
-        was_written = self._in_background and self._held != [] and not are_equal(fingerprint(model), self._held)
+        was_written = self._in_background and self._watch.is_on and self._watch.is_written(model)
         self.copy(own, self.memory)
-        self._held = fingerprint(model) if self._is_elsewhere else []
+        if self._is_elsewhere:
+            self._watch.keep(model)
+        else:
+            self._watch.forget()
         return was_written
 
     @torch.no_grad()

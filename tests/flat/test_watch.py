@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.flat import Watch
+from shoal.flat import MemoryWatch, Watch
 
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 LARGE = 4 * 32 * 1021 * 8  # bytes: four tables
@@ -53,3 +53,28 @@ def test_nan_is_itself() -> None:
     watch = Watch()
     watch.keep(torch.full((5,), torch.nan))
     assert not watch.is_written(torch.full((5,), torch.nan))
+
+
+def test_a_sparse_watch_sees_large_writes() -> None:
+    tensor = values(LARGE, torch.float32)
+    watch = Watch(sparse=True)
+    watch.keep(tensor)
+    assert not watch.is_written(tensor)
+    for first in range(0, LARGE - 512, 5001):
+        before = tensor[first : first + 512].clone()
+        tensor[first : first + 512] += 1
+        assert watch.is_written(tensor), first
+        tensor[first : first + 512] = before
+
+
+def test_memory_counts_as_written_until_it_is_kept() -> None:
+    flat = [values(100, torch.float32), values(64, torch.bfloat16)]
+    watch = MemoryWatch()
+    assert watch.is_written(flat)
+    assert not watch.is_on
+    watch.keep(flat)
+    assert not watch.is_written(flat)
+    flat[1][3] = 9
+    assert watch.is_written(flat)
+    watch.forget()
+    assert not watch.is_on
