@@ -6,6 +6,7 @@ not be the same objects. The parameters are fixed.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import is_
@@ -93,6 +94,8 @@ class Shown:
 
     def checked(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A list of groups that users have given, checked. Raises as `set_groups`."""
+        if not isinstance(groups, Iterable):
+            raise ValueError(f"param_groups was set to {groups!r:.60}: give a list of groups")
         given: list[Any] = groups if isinstance(groups, list) else list(groups)
         for group in given:
             if not (isinstance(group, Mapping) and "params" in group):
@@ -109,7 +112,7 @@ class Shown:
                 f"{ADVICE}"
             )
         for number, (group, fixed, names) in enumerate(zip(groups, self._parameters, self._options, strict=True)):
-            now = group["params"]
+            now = group.get("params", ())
             if len(now) != len(fixed) or not all(map(is_, now, fixed)):
                 alike = [mine is theirs for mine, theirs in zip(now, fixed, strict=False)]
                 first = alike.index(False) if False in alike else len(alike)
@@ -157,14 +160,22 @@ class OwnGroups(Shown):
 class ShowsGroups(torch.optim.Optimizer):
     """An optimizer that shows its users the `param_groups` and the `state` of its `_shown`, once that is set. Before,
     they are as torch's constructor makes them.
+
+    Wrappers (Lightning, Fabric) are of a subclass of the optimizer's class, and have none of its attributes. They look
+    in the optimizer for what raises an AttributeError.
     """
 
     _shown: Shown | None = None
 
+    def _own(self, name: str) -> Any:
+        if f"own {name}" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.__dict__[f"own {name}"]
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups. Users may change their options, and set other groups with the same parameters."""
-        groups: list[dict[str, Any]] = self.__dict__["own param_groups"] if self._shown is None else self._shown.groups
+        groups: list[dict[str, Any]] = self._own("param_groups") if self._shown is None else self._shown.groups
         return groups
 
     @param_groups.setter
@@ -177,7 +188,7 @@ class ShowsGroups(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The state of each parameter. Users may change and set it."""
-        return self.__dict__["own state"] if self._shown is None else self._shown.state
+        return self._own("state") if self._shown is None else self._shown.state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -228,6 +239,17 @@ class ModelState(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dictionary: unlike `state[key]`, it makes no entry."""
+        return self._state.get(self._stepped.get(key, key), default)
+
+    def copy(self) -> dict[Any, Any]:
+        """A dictionary with the same entries."""
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
 
     def replace(self, state: Mapping[Any, Any]) -> None:
         """Have the state of another mapping, whose keys are the model's parameters."""

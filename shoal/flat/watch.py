@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 WORD = 8  # bytes; sums of 64-bit words take a fraction of the time that sums of 16-bit elements take
-ROWS, COLUMNS = 32, 1021  # a prime number, so that rows of a matrix that change places do not stay in their columns
+ROWS, COLUMNS = 31, 1021
+"""Primes, so that rows of a matrix that change places do not stay in their columns; and odd, because the top bit of a
+word, the sign of a number, is lost in a sum with an even number of changes."""
+
 SPARSE = 256, 64  # the columns, and how many of them a sparse watch reads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -19,8 +22,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Watch:
     """Notices whether a tensor holds other values than at the last `keep`.
 
-    It keeps a copy of a small tensor. The 64-bit words of a large one lie one after the other in tables of 32 rows and
-    1,021 columns, and it keeps the sum of each column, which takes 1/32 of the tensor's memory. So elements that change
+    It keeps a copy of a small tensor. The 64-bit words of a large one lie one after the other in tables of 31 rows and
+    1,021 columns, and it keeps the sum of each column, which takes 1/31 of the tensor's memory. So elements that change
     places are noticed, too. It is no protection against somebody who wants a tensor with the same sums.
 
     The tensors are 1-D and contiguous, always of the same length, dtype and device. Everything is computed on that

@@ -100,11 +100,14 @@ class Accumulation:
             if self._reuse:
                 self.restart()  # the same `.grad` have the gradients of earlier steps
         elif self.gradients is None:
+            replica.placement.check_groups()
             replica.step_locally()
             self._local_samples += batch_size
         else:
             if self.drift is not None and replica.is_at_start:
                 replica.take_over()
+            if self.drift is not None:
+                replica.placement.check_groups()
             self.enter()
             self.gradients.accumulate(batch_size)
             if self._reuse:

@@ -453,6 +453,8 @@ class Epoch:
             return
         if averaged is not None:
             if not self._steps_in_background and not averaged.donors:
+                if on_loan:
+                    self._replica.take_over()  # what the user has written since the epoch was closed
                 self._step(averaged)  # in this thread, because it changes the parameters that the trainer uses
             self._apply(averaged, is_accumulating=not on_loan)
 
@@ -563,15 +565,26 @@ class Epoch:
             log.info("a newcomer waits for this peer's state: %s", why)
             tip = self._replica.tip
             await until(lambda: self._replica.tip != tip, self._run.state_changed, APPLY_SECONDS)
-        return await for_newcomer(self._replica.copy_for_newcomer)
+        # Perhaps no step follows, because the trainer evaluates, or ends here. The newcomer may be at its last epoch.
+        return await for_newcomer(lambda: self._replica.copy_for_newcomer(rewritten=True))
 
     # -- another state, for this peer
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Optimizer`."""
+    def settle(self) -> None:
+        """Wait for the background, and apply its result. A checkpoint that was loaded into the model alone is refused,
+        because the result belongs to the model before."""
         if self.is_busy:
             self._replica.refuse_load()
         self.take_result(wait=True)
+
+    def end(self) -> None:
+        """Apply the last result. A model that was loaded meanwhile, to evaluate it for example, stays."""
+        with self._replica.keeping_model(self.is_busy and self._replica.was_loaded):
+            self.take_result(wait=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Optimizer`."""
+        self.settle()
         if self._drift is not None and self._replica.is_at_start and self.state is not EpochState.CLOSED:
             self._replica.take_over()  # the model is the anchor that is saved
         state = self._replica.state_dict()

@@ -159,6 +159,8 @@ class HostCopy:
             with self.lock:
                 for group, old, written in zip(optimizer.param_groups, before, self.aside, strict=True):
                     group.update({k: v for k, v in written.items() if k not in old or v is not old[k]})
+                    for removed in old.keys() - written.keys():
+                        group.pop(removed, None)
                 self.aside = None
 
 

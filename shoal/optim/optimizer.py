@@ -586,16 +586,20 @@ class Optimizer(ShowsGroups):
     def settle(self) -> None:
         """Wait for what is under way in the background (a round, a step), and apply it. From then until the next
         `step`, the model and `state_dict` are of the same epoch. Call it before you save the model and the state in
-        different statements, and before you write into the model; in the modes without delays it does nothing.
+        different statements, and before you write into the model. Something is under way in the modes with delays, and
+        where a script trains several models.
 
         In a cluster all ranks make this call at once.
 
         Raises:
             AveragingError: as `step`, if the background has raised an error since the last call.
+            RuntimeError: with `outer`, if a checkpoint was loaded into the model alone while a round was under way.
         """
         with self._in_trainer("settle"):
-            if self._settings.in_background or isinstance(self._replica, StrandReplica):  # else ranks need not be there
-                self._lead("settle", lambda: self._epoch.take_result(wait=True))
+            if self._speaker is None:
+                self._epoch.settle()
+            elif self._settings.in_background or isinstance(self._replica, StrandReplica):  # else not all are here
+                self._lead("settle", self._epoch.settle)
 
     def load_state_from_peers(self, *, timeout: float | None = None) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -850,7 +854,7 @@ class Optimizer(ShowsGroups):
             with self._in_trainer("finish"):
                 if self.is_alive() and not self.auxiliary:
                     has_strands = isinstance(self._replica, StrandReplica)
-                    self._lead("finish", self._stay if has_strands else lambda: self._epoch.take_result(wait=True))
+                    self._lead("finish", self._stay if has_strands else self._epoch.end)
                     if self._speaker is not None:
                         self._speaker.gang.leave()
                     if not has_strands:
@@ -864,7 +868,7 @@ class Optimizer(ShowsGroups):
 
     def _stay(self) -> None:
         """Take the last result, and stay for the peers that are behind."""
-        self._epoch.take_result(wait=True)
+        self._epoch.end()
         replica, timeouts = self._replica, (self._settings.averaging_timeout, self._settings.load_state_timeout)
         served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
         self._run.wait_for_those_behind(*timeouts, served_at)

@@ -47,7 +47,7 @@ class Placement:
         self, parameters: Sequence[Tensor], memory: FlatBuffer, extras: Sequence[Tensor], names: list[str]
     ) -> None:
         self._parameters, self._views, self._names = list(parameters), memory.views(), names
-        self._addresses = list(map(_address_of, self._parameters))
+        self._at = [parameter.detach() for parameter in self._parameters]  # where they were last
         tensors = [*parameters, *extras]
         holders = holders_of(tensors)
         self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
@@ -76,7 +76,7 @@ class Placement:
         """
         self.check_groups()
         check_places(self._places, self.name_of, "optimizer")
-        if list(map(_address_of, self._parameters)) == self._addresses:
+        if self._are_in_place:
             return
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if not _is_alike(parameter, view):
@@ -138,24 +138,32 @@ class Placement:
             ValueError: as `check`. Then nothing has changed.
         """
         self.check()
-        if list(map(_address_of, self._parameters)) == self._addresses:
+        if self._are_in_place:
             return
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter)
+        for parameter, view, at in zip(self._parameters, self._views, self._at, strict=True):
+            if not parameter.is_set_to(at):
+                view.copy_(parameter.clone())  # it may lie in the same memory, with other strides
                 parameter.data = view
-        self._addresses = list(map(_address_of, self._parameters))
+        self._at = [parameter.detach() for parameter in self._parameters]
 
     @torch.no_grad()
     def restore(self) -> bool:
         """Make the parameters views of the flat memory again. Its values are newer than theirs, and stay. Returns
         whether one of the parameters had other values."""
         had_others = False
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr() and _is_alike(parameter, view):
+        if self._are_in_place:
+            return had_others
+        for parameter, view, at in zip(self._parameters, self._views, self._at, strict=True):
+            if not parameter.is_set_to(at) and _is_alike(parameter, view):
                 had_others |= not torch.equal(parameter, view)
                 parameter.data = view
+        self._at = [parameter.detach() for parameter in self._parameters]
         return had_others
+
+    @property
+    def _are_in_place(self) -> bool:
+        """Whether all parameters have the memory, the shape and the strides that they had last."""
+        return all(map(Tensor.is_set_to, self._parameters, self._at))
 
 
 def check_places(places: Places, name_of: Callable[[int], str], trainer: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -81,6 +82,9 @@ class ModelGroups(list["ModelGroup"]):
         replace: gives them the options of others.
     """
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[dict[str, Any]]:
+        return copy.deepcopy(list(self), memo)  # type: ignore[arg-type]
+
     def __init__(self, groups: Iterable[ModelGroup], replace: Callable[[list[Any]], None]) -> None:
         super().__init__(groups)
         self._replace = replace
@@ -135,6 +139,19 @@ class ModelGroup(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**other, **self}
+
+    def copy(self) -> dict[str, Any]:
+        """A dictionary with the same entries."""
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
 
     def replace(self, given: Mapping[str, Any]) -> None:
         """Have the options of another group."""

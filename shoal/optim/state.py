@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import logging
 import threading
 import time
@@ -703,9 +704,12 @@ class Replica(TrainingState):
 
     # -- sent to newcomers, taken over from others, saved and loaded
 
-    def copy_for_newcomer(self) -> Snapshot:
+    def copy_for_newcomer(self, *, rewritten: bool = False) -> Snapshot:
         """A snapshot of the state after the last epoch. In the modes without a copy, the user may have written to the
         parameters since, and then they are no longer the state of that tip.
+
+        Args:
+            rewritten: if they are not, return them as another state, see `Tip.rewritten`.
 
         Raises:
             Rewritten: if they are not. Then the next steps make copies.
@@ -715,8 +719,10 @@ class Replica(TrainingState):
             if self._made is not None and self._made.tip == self.tip:
                 return self._made
             snapshot, digest = self._copy_now(), self.state_digest
-        if self._settings.use_local_updates or self._digest_of(snapshot) in (None, digest):
+        if self._settings.use_local_updates or (found := self._digest_of(snapshot)) in (None, digest):
             return snapshot
+        if rewritten and found is not None:
+            return dataclasses.replace(snapshot, tip=snapshot.tip.rewritten(found))
         self._wanted_until = time.monotonic() + WANTED_SECONDS
         raise Rewritten("the model was written to since the last step: ask after the next one")
 

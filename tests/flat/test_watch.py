@@ -78,3 +78,15 @@ def test_memory_counts_as_written_until_it_is_kept() -> None:
     assert watch.is_written(flat)
     watch.forget()
     assert not watch.is_on
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_signs_that_change_are_seen(dtype: torch.dtype) -> None:
+    tensor = values(LARGE // dtype.itemsize, dtype)
+    watch = Watch()
+    watch.keep(tensor)
+    for span in (slice(None), slice(None, 1021 * 31), slice(5, 100_000), slice(1, None, 2)):
+        tensor[span].neg_()
+        assert watch.is_written(tensor), span
+        tensor[span].neg_()
+    assert not watch.is_written(tensor)

@@ -196,3 +196,35 @@ def test_a_group_that_was_kept_stays_alive(alone: Alone) -> None:
     kept[0]["lr"] = 0.7
     assert pair.ours.param_groups[0]["lr"] == 0.7
     assert pair.ours.optimizer.param_groups[0]["lr"] == 0.7
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "delayed step"])
+def test_what_wrappers_and_copies_see(alone: Alone, mode: str) -> None:
+    """Lightning's and Fabric's wrappers are of a subclass, and look in the optimizer for attributes."""
+    pair = Pair(alone, MODES[mode])
+    pair.step()
+    ours: Any = pair.ours
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.wrapped = ours
+            self.__class__ = type("Wrapped", (Wrapper, shoal.Optimizer), {})  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.wrapped, name)
+
+    wrapper: Any = Wrapper()
+    assert wrapper.param_groups is ours.param_groups
+    assert set(wrapper.state) == set(ours.state)
+    torch.optim.lr_scheduler.StepLR(wrapper, 1, 0.5)
+    groups = copy.deepcopy(ours.param_groups)
+    assert [group["lr"] for group in groups] == [0.1, 0.1]
+    assert groups[0]["params"][0] is not ours.param_groups[0]["params"][0]
+    assert (ours.param_groups[0] | {"lr": 3.0})["lr"] == 3.0
+    assert dict(ours.param_groups[0].copy()) == dict(ours.param_groups[0])
+    other, before = nn.Parameter(torch.zeros(1)), len(ours.state)
+    assert ours.state.get(other, "nothing") == "nothing"
+    assert len(ours.state) == before
+    assert len(copy.deepcopy(ours.state)) == before
+    with pytest.raises(ValueError, match="param_groups was set to None"):
+        ours.param_groups = None

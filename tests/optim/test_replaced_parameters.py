@@ -279,3 +279,26 @@ def test_an_averager_of_states_by_itself_trains_what_the_model_has(dht: shoal.DH
     with pytest.raises(ValueError, match="parameter 2 was replaced: a module has another tensor as its 'weight' now"):
         averager.step(optimizer_step=True)
     averager.shutdown()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "local"])
+def test_the_same_memory_with_other_strides_or_another_shape(alone: Alone, mode: str) -> None:
+    """`p.data = p.data.t()` moves values; a slice is refused by name."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict(model.state_dict())
+    optimizer = alone(model, target_batch_size=4, optimizer=OPTIMIZERS["sgd"], **MODES[mode])
+    local = OPTIMIZERS["sgd"](plain.parameters())
+    for _ in range(2):
+        model.weight.data, plain.weight.data = model.weight.data.t(), plain.weight.data.t()
+        for each, stepper in ((model, optimizer), (plain, local)):
+            each(torch.arange(16.0).view(4, 4)).square().mean().backward()
+            stepper.step(batch_size=4) if stepper is optimizer else stepper.step()
+            if not (mode == "reused" and stepper is optimizer):
+                stepper.zero_grad()
+        optimizer.settle()
+        torch.testing.assert_close(model.weight, plain.weight)
+    model.weight.data = model.weight.data[:2]
+    with pytest.raises(ValueError, match=r"'weight'.* is float32 of shape \(2, 4\)"):
+        optimizer._replica.take_over()

@@ -53,11 +53,8 @@ class Tip(msgspec.Struct, frozen=True, array_like=True):
         """The tip of this state after its user has set parameters with the hash `digest`. It has the same epoch and
         samples. This tip outranks it, so that one peer alone does not move the run; without other peers it stays. Peers
         that set the same parameters get the same tip."""
-        for number in range(256):
-            seed = self.lineage + digest + bytes([number])
-            lineage = blake3(b"shoal rewritten\0" + seed).digest()
-            if lineage < self.lineage:
-                break
+        drawn, own = blake3(b"shoal rewritten\0" + self.lineage + digest).digest(), int.from_bytes(self.lineage)
+        lineage = (int.from_bytes(drawn) % max(1, own)).to_bytes(len(self.lineage))
         return Tip(self.epoch, lineage, self.samples, self.pin)
 
     def outranks(self, other: Tip) -> bool:
