@@ -127,9 +127,10 @@ class _Hold:
         is_unbroken: whether the waits of the call stay closed.
         pending: the signals that have arrived: handler, number and frame.
         since: when the first of them arrived; 0 before.
+        recorders: what stands in for the handlers.
     """
 
-    __slots__ = ("_raised", "_recorders", "is_open", "is_unbroken", "pending", "since")
+    __slots__ = ("_raised", "is_open", "is_unbroken", "pending", "recorders", "since")
 
     def __init__(self) -> None:
         self.is_open = self.is_unbroken = False
@@ -143,7 +144,7 @@ class _Hold:
         return self.since > 0 and time.monotonic() - self.since > PATIENCE_SECONDS
 
     def __enter__(self) -> None:
-        self._recorders = _process.put_recorders()
+        self.recorders = _process.put_recorders()
         _process.hold = self  # last: a handler that runs before leaves no hold behind
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -154,9 +155,9 @@ class _Hold:
                 self._raised = raised_by(raised)
         _process.hold = None
         try:
-            _put_back(self._recorders)
+            _put_back(self.recorders)
         except BaseException:  # of a handler that was back in its place
-            _put_back(self._recorders)
+            _put_back(self.recorders)
             raise
         if self._raised is not None:
             _raise_for(self._raised, error)
@@ -174,6 +175,7 @@ class _Hold:
             self._raised = error
             raise Interrupted(error) from None
         finally:
+            self.recorders = _process.put_recorders()  # a call of Shoal in the handler has put handlers back
             _process.hold = self
         self.is_open = was_open
 
@@ -208,10 +210,10 @@ class _UsersCode:
         if not self._hold.is_unbroken:
             self._hold.run_pending()
         _process.hold = None
-        _put_back(self._hold._recorders)
+        _put_back(self._hold.recorders)
 
     def __exit__(self, *_: object) -> None:
-        self._hold._recorders = _process.put_recorders()
+        self._hold.recorders = _process.put_recorders()
         _process.hold = self._hold
 
 
@@ -304,8 +306,12 @@ def _show_where(raised: BaseException, interrupted: Interrupted) -> None:
 
 
 def _in_child() -> None:
-    """The thread that has forked is the main thread of the child."""
+    """The thread that has forked is the main thread of the child. The one that was in a call is not there."""
+    hold, is_other = _process.hold, _process.main != _get_ident()
     _process.main = _get_ident()
+    if is_other and hold is not None:
+        _process.hold = None
+        _put_back(hold.recorders)
 
 
 os.register_at_fork(after_in_child=_in_child)

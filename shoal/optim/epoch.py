@@ -370,7 +370,7 @@ class Epoch:
     def on_own_thread(self, act: Callable[[], None]) -> None:
         """Let the background thread do this, unless the optimizer is shut down."""
         with contextlib.suppress(RuntimeError):
-            self._thread.submit(act)
+            self._thread.submit(act).add_done_callback(_tell_failure)
 
     @torch.no_grad()
     def close_on_loan(self) -> None:
@@ -379,6 +379,7 @@ class Epoch:
         if not self.may_close:
             return
         try:
+            self._replica.placement.check_groups()
             self._round.vote()
             if not self._round.are_enough_here():
                 return
@@ -466,6 +467,8 @@ class Epoch:
             return None
         result = ending.result
         wait_for(result)
+        if self._ending is not ending:
+            return None  # a signal handler that ran meanwhile has taken it, by a call of its own
         error = result.exception()
         failed = result.result() is None if error is None else not isinstance(error, Behind)
         failed = failed and not ending.on_loan
@@ -851,3 +854,8 @@ class Epoch:
         self._accumulation.enter()
         self._tracker.start_epoch(tip)
         self._tracker.restart_clock()
+
+
+def _tell_failure(done: Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.error("an epoch could not be closed while its trainer waited in another run", exc_info=error)

@@ -132,10 +132,10 @@ class Lending:
         turn = self._turn
         if turn is None:
             return
-        with turn.borrowed(self._trainer) as may:
-            if may:
-                self.is_at_work = True
-                try:
+        self.is_at_work = True  # before the lock is held, and until it is free again
+        try:
+            with turn.borrowed(self._trainer) as may:
+                if may:
                     self._epoch.close_on_loan()
-                finally:
-                    self.is_at_work = False
+        finally:
+            self.is_at_work = False

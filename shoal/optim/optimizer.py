@@ -73,6 +73,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LOOK_SECONDS = 0.1  # more than the reactor takes to look whether an optimizer can be lent
+
 
 class Optimizer(ShowsGroups):
     """Trains one model together with all peers of the run, as one process with `target_batch_size` would.
@@ -231,8 +233,8 @@ class Optimizer(ShowsGroups):
         ClusterError: if a rank of the cluster is lost, or if rank 0 raises an error.
     """
 
-    @neutral
     @holding
+    @neutral
     def __init__(
         self,
         *,
@@ -801,8 +803,11 @@ class Optimizer(ShowsGroups):
         return _InTrainer(self._trainer, self._wait_for_loan, method, grad)
 
     def _wait_for_loan(self) -> bool:
-        """Acquire the lock, if it is held by the thread of this optimizer, which closes an epoch on loan."""
-        return self._lending is not None and self._lending.is_at_work and self._trainer.acquire()
+        """Acquire the lock, if it is held by the thread of this optimizer, which closes an epoch on loan, or by the
+        reactor, which looks whether it is free."""
+        if self._lending is None:
+            return False
+        return self._trainer.acquire(timeout=-1 if self._lending.is_at_work else LOOK_SECONDS)
 
     def _check_dht(self) -> None:
         if not self.dht.is_alive():

@@ -78,7 +78,9 @@ class Turn:
         """Add an optimizer."""
         with self._changed:
             self._members.add(member)
-            self._count()
+            members = self._count()
+        for each in members:
+            each.watch()
 
     def remove(self, member: Member) -> None:
         """Remove an optimizer, if it is here."""
@@ -86,10 +88,10 @@ class Turn:
             self._members.discard(member)
             self._count()
 
-    def _count(self) -> None:
+    def _count(self) -> list[Member]:
+        """Returns the members if they are of several runs."""
         self.has_several = len({member.run_id for member in self._members}) > 1
-        for member in self._members if self.has_several else ():
-            member.watch()
+        return list(self._members) if self.has_several else []
 
     def is_alone(self, member: Member) -> bool:
         """Whether no other optimizer here is of the same run."""

@@ -217,3 +217,44 @@ def test_work_that_never_ends_is_ended_by_another_signal(late: Late, monkeypatch
     for timer in timers:
         timer.join()
     assert 0.25 < time.monotonic() - began < 30
+
+
+def test_a_handler_that_calls_shoal_leaves_the_call_held(late: Late) -> None:
+    """A handler for preemption saves: the signals after it are held as those before."""
+    done = []
+
+    def save(number: int, frame: object) -> None:
+        with held():
+            done.append("saved")
+
+    with handling(save, signal.SIGUSR2), pytest.raises(Late), held():  # noqa: PT012
+        future: Future[None] = Future()
+        timer = later(lambda: ring(signal.SIGUSR2))
+        later(lambda: future.set_result(None), 0.2)
+        finished(future)
+        timer.join()
+        ring()
+        done.append("whole")
+    assert done == ["saved", "whole"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_that_another_thread_forks_in_a_call_has_its_handlers() -> None:
+    statuses = []
+
+    def leave(number: int, frame: object) -> None:
+        os._exit(7)
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            ring()
+            time.sleep(0.2)
+            os._exit(1)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    with handling(leave), held():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [7]

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shoal
+from shoal.optim import epoch, turns
 from tests.optim.interrupting import Bell, States, back, make, model_of, ringing
 from tests.soaked import only_in_soak
 
@@ -245,3 +247,30 @@ def test_an_alarm_ends_a_stuck_closure_and_a_stuck_callback_at_once(dht: shoal.D
     make_epochs_of(optimizer, model, 1)
     optimizer.shutdown()
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    "mode", [{"delay_grad_averaging": True}, {"use_local_updates": True}], ids=["delayed", "local"]
+)
+def test_a_result_is_applied_once_if_a_handler_saves_while_it_is_waited_for(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = alone(
+        model, target_batch_size=4, batch_size_per_step=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **mode
+    )
+    events: list[Any] = []
+    optimizer.on_event = events.append
+    waited = turns.wait_for
+
+    def and_save(future: Any) -> None:
+        monkeypatch.setattr(epoch, "wait_for", waited)
+        waited(future)
+        optimizer.state_dict()  # as the handler of a signal does
+
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(epoch, "wait_for", and_save)
+    optimizer.settle()
+    assert [event.epoch for event in events] == [1]
+    assert optimizer.local_epoch == 1

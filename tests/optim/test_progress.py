@@ -47,6 +47,9 @@ class FakeRun:
     def num_clients(self) -> int:
         return 0
 
+    def connected(self) -> list[Member]:
+        return [self.me]
+
     async def report(self, report: Progress) -> Count:
         self.heard.append(report)
         (self.asked if report.asks else self.reports).append(report.samples)  # last: it is what the tests wait for
