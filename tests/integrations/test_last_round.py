@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.training import by_epoch, training
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.alone
 
@@ -30,7 +31,12 @@ def test_what_a_callback_puts_into_the_model_at_the_end_is_taken_over_by_nobody(
 
 
 @pytest.mark.parametrize(
-    "framework", [*(pytest.param(each, marks=pytest.mark.long) for each in ("transformers", "lightning")), "accelerate"]
+    "framework",
+    [
+        pytest.param("transformers", marks=pytest.mark.long),
+        pytest.param("lightning", marks=[pytest.mark.long, only_in_soak]),
+        "accelerate",
+    ],
 )
 def test_a_peer_that_misses_the_last_round_takes_over_the_last_state(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "pause": 0.05}, {"folder": str(tmp_path / "b"), "pause": 4.0}]

@@ -12,6 +12,7 @@ from tests.integrations.ranks import Ranks
 from tests.integrations.test_restart import checkpoint
 from tests.integrations.training import TOGETHER, Told, by_epoch, training
 from tests.optim.processes import wait_until
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.alone
 
@@ -34,7 +35,7 @@ def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
     ("framework", "strands"),
     [
         ("accelerate", 8),
-        pytest.param("transformers", 8, marks=pytest.mark.long),
+        pytest.param("transformers", 8, marks=[pytest.mark.long, only_in_soak]),
         pytest.param("lightning", 8, marks=pytest.mark.long),
         pytest.param("lightning", 1, marks=pytest.mark.long),
     ],
@@ -79,7 +80,7 @@ SAVED = {
     [
         ("accelerate", 8),
         ("accelerate", 1),
-        pytest.param("transformers", 8, marks=pytest.mark.long),
+        pytest.param("transformers", 8, marks=[pytest.mark.long, only_in_soak]),
         pytest.param("lightning", 8, marks=pytest.mark.long),
     ],
 )

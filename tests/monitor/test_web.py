@@ -22,6 +22,7 @@ from shoal.monitor.history import EVERY_SECONDS
 from shoal.monitor.web import FILES, MAX_LISTENERS, PAGE
 from tests.monitor.pages import monitor
 from tests.monitor.processes import Trainers, trainers, wait_until
+from tests.soaked import only_in_soak
 
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 MAX_PAGE_BYTES = 200_000
@@ -154,6 +155,7 @@ def test_a_monitor_that_is_killed_disturbs_nobody_and_keeps_its_history(peers: T
         assert len(series(address)["at"]) >= times
 
 
+@only_in_soak
 def test_a_history_that_can_no_longer_be_written_does_not_stop_the_page(peers: Trainers, tmp_path: Path) -> None:
     file = tmp_path / "h.sqlite"
     with monitor(peers, file) as address:

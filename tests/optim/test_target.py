@@ -51,7 +51,8 @@ def test_an_epoch_has_at_most_1_1_of_the_target(
     assert statistics.median(lengths) < 1.5 * (target / speed + max(pauses)), lengths
 
 
-@pytest.mark.parametrize("option", ["delay_grad_averaging", pytest.param("use_local_updates", marks=only_in_soak)])
+@only_in_soak
+@pytest.mark.parametrize("option", ["delay_grad_averaging", "use_local_updates"])
 def test_so_has_one_that_ends_in_the_background(pool: Pool, option: str) -> None:
     """Nobody waits there: a step that was under way when the round was called counts for the next epoch."""
     batches, pauses, target = [8, 8, 8], [0.1, 0.12, 0.14], 8 * 24

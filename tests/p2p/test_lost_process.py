@@ -17,6 +17,7 @@ import pytest
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.tcp import LEAST_PATIENCE, counts
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.alone
 
@@ -66,7 +67,7 @@ def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             pipe.close()
 
 
-@pytest.fixture(params=["it dialled", "it listens"])
+@pytest.fixture(params=["it dialled", pytest.param("it listens", marks=only_in_soak)])
 def meet(request):
     """Runs a scenario with an end of this process and a child, which sends all its messages once connected."""
 
