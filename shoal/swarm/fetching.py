@@ -78,7 +78,7 @@ class Fetching:
             exchange = await self._fetch_from(holders, commit, open_exchange, failed)
             if exchange is not None:
                 return exchange
-        reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items())
+        reasons = "; ".join(f"{PeerID(key)!r}: {reason}" for key, reason in failed.items()) or "no other peer was in it"
         raise ResultLost(f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}")
 
     async def _fetch_from(
