@@ -24,7 +24,7 @@ class Shown:
 
     Args:
         optimizer: the optimizer that steps.
-        groups: the groups that users see; those of `optimizer` when None.
+        groups: the groups that users see; by default the groups of `optimizer`.
         stepped: for each parameter, the tensor that is stepped in its place; empty if the state is shown as it is.
         wait: waits until no other thread is stepping.
 

@@ -81,7 +81,7 @@ class _Process:
     Attributes:
         main: the main thread, the only one in which handlers run.
         hold: the present hold; None outside, and while user's code runs.
-        handlers: those of all signals, as last seen.
+        handlers: the handler of each signal, as last seen.
         recorders: (signal, handler, recorder) for those among them that are Python functions.
     """
 

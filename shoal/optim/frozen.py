@@ -13,8 +13,8 @@ from shoal.flat import bytes_of
 from shoal.swarm.protocol.tensors import Tensors
 
 SAMPLE_BYTES = 4096
-"""Of each tensor, evenly spread over it. So fine-tuned and pruned copies, and those of other seeds, are told apart, and
-8 billion parameters take less than a second."""
+"""How much of each tensor is compared, spread evenly over it. This tells apart copies that were fine-tuned, pruned or
+drawn from other seeds."""
 
 BLOCK_ELEMENTS = 1 << 22  # copied from a device at a time, to be hashed
 

@@ -61,7 +61,7 @@ class HostCopy:
         self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self._memory = memory
-        self._watch = MemoryWatch(sparse=True)  # on the host, only a warning depends on it
+        self._watch = MemoryWatch()
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 
@@ -91,6 +91,7 @@ class HostCopy:
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         check_order(optimizer, own, self._own)
         self._memory = self._memory or FlatBuffer.adopt(self.model)
+        self._watch = MemoryWatch(sparse=not self._is_elsewhere)  # on the host, only a warning depends on it
 
     @property
     def memory(self) -> FlatBuffer:

@@ -13,7 +13,6 @@ from torch import Tensor, distributed
 from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules
 from shoal.optim._torch import NormBase
 
-_address_of = Tensor.data_ptr
 _OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Modules of torch that communicate with other ranks in each backward pass. They are found by name, because importing
 them is slow. (DTensors, as with FSDP2, are refused when the optimizer is made, unless it is a cluster's.)"""
@@ -53,7 +52,7 @@ class Placement:
         self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
         self._places = Places(tensors, holders)
         self._places.keep()
-        shared = set(map(_address_of, extras))
+        shared = set(map(Tensor.data_ptr, extras))
         trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
         layers = {module for module in trained if isinstance(module, NormBase)}
         means = [(layer, layer.running_mean) for layer in layers if layer.running_mean is not None]
