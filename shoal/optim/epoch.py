@@ -35,6 +35,7 @@ from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_rounds import StrandRounds
 from shoal.optim.turns import are_several, is_called_away, wait_for
 from shoal.p2p.identity import PeerID
+from shoal.swarm.loading import DoesNotFit
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, StateDonor
@@ -43,6 +44,7 @@ from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState
 log = logging.getLogger(__name__)
 
 KEPT_AGAIN_SECONDS = 60.0  # the time until this peer tries again to load a kept state for which it had no memory
+LONGEST_REST = 600.0  # seconds after which a newcomer that does not fit into the run asks again at the latest
 APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has not applied yet
 
 
@@ -143,7 +145,6 @@ class Epoch:
         self._brought = 0.0  # samples that this peer brought to that end of an epoch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.applied = self._counted_from = replica.tip  # the second one begins the epoch for which it accumulates
-        self._downloads = 0  # downloads since the last epoch that this peer ended together with others
         self._made_with: frozenset[bytes] = frozenset()  # the peers that made its state with it, or sent it the state
         self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
         self._step_seconds = 0.0  # of the last step
@@ -494,8 +495,6 @@ class Epoch:
         outcome = averaged.outcome
         members = [] if outcome is None else outcome.begin.members
         self._made_with = frozenset(member.key for member in members) - {self._run.me}
-        if self._made_with and not self.is_behind:
-            self._downloads = 0
         self.applied = averaged.tip
         self._count_from(averaged.tip)
         if outcome is not None:
@@ -639,7 +638,7 @@ class Epoch:
             self.take_result(wait=True)
         donors = self._run.donors()
         try:
-            return bool(donors) and self._download(donors, timeout)
+            return bool(donors) and self._download(donors, timeout, to_join=False)
         except DownloadFailed as error:
             if self._run.donors() or isinstance(error, NoMemoryForState):
                 raise
@@ -656,8 +655,9 @@ class Epoch:
         self._follow_pin()
         if not donors and self._replica.tip != mine and not self.is_behind:
             return  # the others had followed the pin already
+        donors = donors or self._run.donors()
         try:
-            if self._download(donors, timeout) if donors else self.load_state(timeout):
+            if donors and self._download(donors, timeout, to_join=True):
                 return
         except AveragingError as error:
             if isinstance(error, Rejected) and not self._run.swarm.made:
@@ -674,7 +674,8 @@ class Epoch:
             # It could not follow the members of the last round, which must not wait for it.
             self._accumulation.leave()
             self._run.follow(tip)
-        seconds = self._run.call(lambda: swarm.forget_behind(cost))
+        least = min(error.again, LONGEST_REST) if isinstance(error, DoesNotFit) else 0.0
+        seconds = self._run.call(lambda: swarm.forget_behind(cost, least))
         if error is None:
             return
         what = "it brings no samples" if swarm.rests(tip) else "it goes on training with those that hold the same one"
@@ -684,14 +685,19 @@ class Epoch:
             error, what, when, extra=self._run.faults.add(FaultKind.DOWNLOAD, str(error)),
         )  # fmt: skip
 
-    def _download(self, donors: Sequence[PeerID], timeout: float) -> bool:
+    def _download(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> bool:
         """Set the replica to the state that most of the donors hold, among the states that are not behind this peer's,
-        and follow the run from there. Returns whether there was such a state. If it raises, nothing has changed."""
+        and follow the run from there. Returns whether there was such a state. If it raises, nothing has changed.
+
+        Args:
+            donors, timeout: as `load_state`.
+            to_join: give up a state that comes too late to take part in the run's rounds.
+        """
+        with self._run.loading():
+            return self._load_from(donors, timeout, to_join=to_join)
+
+    def _load_from(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> bool:
         self._accumulation.leave()
-        # A download that takes longer than an epoch comes too late each time. So this peer asks the others to wait.
-        # That may not help either, so it asks only the 2nd, 4th, 8th time and so on.
-        self._downloads += 1
-        is_awaited = self._downloads > 1 and self._downloads.bit_count() == 1
         mine, is_behind, swarm, pin = self._replica.tip, self.is_behind, self._run.swarm, self._forks.due()
         # If somebody holds the state that the owner has pinned, this peer takes no other state.
         least = pin.number if pin is not None and is_behind and swarm.behind_pin >= pin.number else mine.pin
@@ -702,7 +708,7 @@ class Epoch:
             return tip.outranks(mine) if is_behind else not mine.outranks(tip)
 
         try:
-            state = self._fetch(donors, timeout, wanted, is_awaited)
+            state = self._fetch(donors, timeout, wanted, to_join=to_join)
         except NothingWanted as error:
             log.info("%s", error)
             return False
@@ -738,17 +744,18 @@ class Epoch:
         return True
 
     def _fetch(
-        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], is_awaited: bool
+        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], *, to_join: bool
     ) -> Downloaded:
         """Download a state from the donors.
 
         Raises:
             DownloadFailed: if no donor could send it.
+            DoesNotFit: with `to_join`, if it comes too late.
         """
         if not isinstance(self._replica, StrandReplica):
-            return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, is_awaited)
-        reserve = self._run.swarm.be_awaited if is_awaited else None
-        return self._replica.download(donors, timeout, wanted, reserve)
+            return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, to_join=to_join)
+        loading = self._run.swarm.loading
+        return self._replica.download(donors, timeout, wanted, None if loading is None else loading.reserve)
 
     # -- what the owner has pinned
 

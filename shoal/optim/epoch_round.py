@@ -173,6 +173,7 @@ def make_run(
         target_is_each=settings.counts_steps,
         ahead=0.0 if settings.outer is None else float(settings.outer.delay),
         in_turn=in_turn,
+        wait_for_newcomers=settings.wait_for_newcomers,
         due_sizes=replica.buffers.sizes,
         state_sizes=() if is_alike else replica.shared.sizes,
         state_every=settings.average_state_every,

@@ -205,6 +205,9 @@ class Optimizer(ShowsGroups):
             by name. "hash": they compare all of it. "send": newcomers download them with the state. "own": nothing
             compares or sends them. Tensors that are quantized (integers, or classes of their own) are not compared. If
             a cluster has several strands, they are part of the state. Peers need the same choice.
+        wait_for_newcomers: the share of the run's time, from 0 to 1, that its rounds may wait for newcomers that still
+            download the state: all newcomers together, at most 600 s at once, and 120 s in a young run. 0.0: rounds
+            never wait for them. The value of the round's coordinator counts, within what each member would bear.
         metrics_port: the port of 127.0.0.1 on which this peer serves its metrics for Prometheus, at `/metrics`. 0 takes
             any free port, see the attribute `metrics_port`. None serves none.
 
@@ -279,6 +282,7 @@ class Optimizer(ShowsGroups):
         error_feedback: float | None = None,
         cluster: Cluster | None = None,
         frozen_parameters: str = "sample",
+        wait_for_newcomers: float = 0.1,
     ) -> None:
         if cluster is not None:
             CLUSTER.check("cluster", cluster)

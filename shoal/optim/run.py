@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -225,19 +225,32 @@ class Run:
         members = self.call(self.swarm.peer.view.connected)
         return [m.peer for m in members if m.key != self.me and m.role is not Role.AUXILIARY]
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which this peer loads the run's state: the members hear how long that takes, and may wait."""
+        self.call(self.swarm.begin_loading)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(AveragingError):  # the run was left meanwhile
+                self.call(self.swarm.end_loading)
+
     def download(
-        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, wanted: Callable[[Tip], bool], awaited: bool
+        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, wanted: Callable[[Tip], bool], *, to_join: bool
     ) -> Downloaded:
         """Download a state, see `download_state`.
 
         Args:
-            awaited: ask the others to wait for this peer. Then the next round after the downloaded state begins only
-                when this peer has joined, or `matchmaking_time` after the call.
+            to_join: give up if the state comes too late to take part in the run's rounds.
+
+        Raises:
+            DoesNotFit: if it has given up.
         """
 
         async def download() -> Downloaded:
+            loading = self.swarm.loading
             with self.swarm.watching(donor.key for donor in donors):
-                return await download_state(
+                downloading = download_state(
                     self.dht.node,
                     self._state_service,
                     donors,
@@ -246,8 +259,9 @@ class Run:
                     relayed=[member.peer for member in self.swarm.peer.view.members.values() if member.is_relayed],
                     max_nbytes=max_nbytes,
                     wanted=wanted,
-                    reserve=self.swarm.be_awaited if awaited else None,
+                    reserve=None if loading is None else loading.reserve,
                 )
+                return await (downloading if loading is None or not to_join else loading.unless_refused(downloading))
 
         return self._wait(download())
 

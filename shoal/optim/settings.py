@@ -73,6 +73,7 @@ def check_fields(record: object) -> None:
 NUMBER = (int, float)
 SECONDS = Kind("a positive number of seconds, at most a day (86400)", NUMBER, lambda number: 0 < number <= 86400)
 FRACTION = Kind("a number over 0 and at most 1", NUMBER, lambda number: 0 < number <= 1)
+SHARE = Kind("a share of the run's time, from 0 (never) to 1", NUMBER, lambda number: 0 <= number <= 1)
 POSITIVE = Kind("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
 WHOLE_SAMPLES = Kind("a whole number of samples, at least 0", int, lambda number: number >= 0)
 SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
@@ -181,6 +182,7 @@ class Settings:
     outer: Annotated[DiLoCo | None, OUTER]
     error_feedback: Annotated[float | None, FRACTION]
     frozen_parameters: Annotated[str, FROZEN]
+    wait_for_newcomers: Annotated[float, SHARE]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:

@@ -33,6 +33,8 @@ def parts_for(message: object, *, averages: bool) -> tuple[Part, ...]:
             return parts_of(message.sender.role, averages=averages)
         case msg.Ping() | msg.Leave():
             return (Part.WATCH,)
-        case msg.Progress(counted=False, loading=False):
+        case msg.Progress(loading=True):
+            return STATES
+        case msg.Progress(counted=False):
             return (Part.WATCH,)
     return ROUNDS

@@ -29,6 +29,7 @@ from shoal.swarm.directory import Directory
 from shoal.swarm.duties import parts_for, parts_of
 from shoal.swarm.fetching import Fetching
 from shoal.swarm.gates import gate_of
+from shoal.swarm.loading import Loading
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
 from shoal.swarm.protocol.book import require
@@ -99,6 +100,7 @@ class Swarm:
     Attributes:
         peer: the machine.
         contacts: the connections to members.
+        loading: tells the members how long this peer still loads the state; None if it loads none.
         gate: the gate of a closed run; None in an open run.
 
     Raises:
@@ -139,6 +141,8 @@ class Swarm:
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
+        self.loading: Loading | None = None
+        self._result_bytes: float | None = None
         self._measured = Measured() if measured is None else measured
         self._before: dict[bytes, Flow] = {}  # by member: what was delivered before the measured round began
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -214,8 +218,9 @@ class Swarm:
 
     @property
     def got_on_at(self) -> float:
-        """The time at which a round last made progress here, on the loop's clock."""
-        return self.peer.participant.progressed_at
+        """The time at which a round last made progress here, or until which it waits for newcomers, on the loop's
+        clock."""
+        return max(self.peer.participant.progressed_at, self.peer.newcomers.told_until)
 
     # -- life
 
@@ -276,15 +281,15 @@ class Swarm:
             self.move(best)
         return self.tip
 
-    def forget_behind(self, cost: float = 0.0) -> float:
-        """Do not ask for states that outrank this peer's for a while: no member could send one, and the attempt took
-        `cost` seconds.
+    def forget_behind(self, cost: float = 0.0, least: float = 0.0) -> float:
+        """Do not ask for states that outrank this peer's for a while, `least` seconds or more: no member could send
+        one, and the attempt took `cost` seconds.
 
         Returns:
             After how many seconds it may ask again; infinity if no state was ignored.
         """
         now = self._now()
-        times = self.peer.view.ignore(self.tip, now, cost)
+        times = self.peer.view.ignore(self.tip, now, cost, least)
         for time in times:
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
         return min(times, default=math.inf) - now
@@ -360,7 +365,7 @@ class Swarm:
         finally:
             self._asked.remove(coordinator.key)
         if isinstance(answer, msg.Count):
-            self.peer.coordinator_answered(coordinator.key, joined=False, now=self._now())
+            self.peer.coordinator_answered(coordinator.key, None, self._now())
             if answer.called and answer.tip == self.tip and not self.called:
                 self.peer.is_called()
                 self._act()
@@ -412,28 +417,16 @@ class Swarm:
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
-    async def be_awaited(self, tip: Tip, holders: Sequence[PeerID]) -> bool:
-        """Tell the coordinator of the tip that this peer is downloading that state.
+    def begin_loading(self) -> None:
+        """This peer is about to load the run's state: from its first download on, it tells the members how long that
+        takes (`loading`), until `end_loading`."""
+        self.loading = Loading(self._channel, self.contacts, self.peer, self._result_bytes, self._request_timeout)
 
-        Args:
-            tip: the tip of the state.
-            holders: members that hold the state, and know who coordinates there.
-
-        Returns:
-            Whether the next round waits for this peer.
-        """
-        loading = msg.Progress(tip, 0.0, 0.0, loading=True)
-        for holder in holders:
-            try:
-                answer = (await self._channel.ask(holder.key, loading, self._request_timeout)).body
-                if isinstance(answer, msg.Elsewhere):
-                    await self.contacts.meet(answer.coordinator)
-                    answer = (await self._channel.ask(answer.coordinator.key, loading, self._request_timeout)).body
-                if isinstance(answer, msg.Count):
-                    return True
-            except (P2PError, TimeoutError) as error:
-                log.debug("could not tell %r that this peer downloads: %s", holder, error)
-        return False
+    def end_loading(self) -> None:
+        """This peer has loaded the state, or has given up."""
+        if self.loading is not None:
+            self.loading.close()
+            self.loading = None
 
     @contextlib.contextmanager
     def watching(self, keys: Iterable[bytes]) -> Iterator[None]:
@@ -541,7 +534,7 @@ class Swarm:
     def _be_patient(self) -> None:
         given, patience = self.peer.participant.input, self._patience
         if patience is not None and not patience.expired() and given is not None and given.tip is not None:
-            until = self.peer.participant.stands_since + self._timeout
+            until = max(self.peer.participant.stands_since, self.peer.newcomers.told_until) + self._timeout
             if until > (patience.when() or 0.0):
                 patience.reschedule(until)
 
@@ -580,7 +573,7 @@ class Swarm:
             self.gate.require(peer, *parts_for(message, averages=self._averages))
         tip = getattr(message, "tip", None)
         require(tip is None or self.believes(tip), "a tip with a pin that is not known here")
-        if isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Begin):
+        if isinstance(message, msg.Hello | msg.Progress | msg.Join | msg.Call | msg.Moves | msg.Begin):
             self._require_to_be_in_the_run()
         match message:
             case msg.Hello():
@@ -756,7 +749,8 @@ class Swarm:
             self._lost(key)
         else:
             if isinstance(answer, msg.Joined):
-                self.peer.coordinator_answered(key, joined=True, now=self._now())
+                self.peer.coordinator_answered(key, answer, self._now())
+                self._act()
                 return
             await self._heed(key, join.tip, answer)
             if isinstance(answer, msg.Hello) and answer.tip == join.tip:

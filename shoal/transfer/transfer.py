@@ -38,7 +38,7 @@ OFFER_SECONDS: Final = 15.0  # do not wait longer for the offers of donors
 # snapshot.
 MAX_STALE: Final = 5
 
-Reserve = Callable[[Tip, Sequence[PeerID]], Awaitable[bool]]
+Reserve = Callable[[Tip, Sequence[PeerID], int], Awaitable[bool]]
 
 
 class DownloadFailed(AveragingError):
@@ -122,8 +122,8 @@ async def download_state(
         relayed: donors that are asked for chunks only if no other donor of the state is left.
         max_nbytes: the size in memory of the largest state that is accepted, in bytes; 64 GiB by default.
         wanted: returns whether the caller can use a state with that tip; by default all.
-        reserve: called with the tip of a state and its holders, before the first request for a chunk. If it returns
-            False, offers are asked for again, at most `MAX_STALE` times.
+        reserve: called with the tip of a state, its holders and its size as it is sent, in bytes, before the first
+            request for a chunk. If it returns False, offers are asked for again, at most `MAX_STALE` times.
 
     Returns:
         The complete, verified state.
@@ -246,7 +246,7 @@ class _Download:
                 while True:
                     manifest, holders = await self._choice()
                     reserve = self.reserve if stale < MAX_STALE else None
-                    if reserve is not None and not await reserve(manifest.tip, holders):
+                    if reserve is not None and not await reserve(manifest.tip, holders, manifest.nbytes):
                         stale += 1
                         self._ask_offers()
                     elif (downloaded := await self._download(manifest, holders)) is not None:

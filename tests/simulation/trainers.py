@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from shoal.averaging.exchange import Exchange
 from shoal.p2p.errors import P2PError
+from shoal.swarm.loading import DoesNotFit
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.line import Line, leaves
@@ -30,7 +31,7 @@ from tests.simulation.swarms import Peer
 ELEMENTS = 2_000
 BALLAST = 24 * CHUNK_ELEMENTS  # int8: 24 chunks, together 0.3 s over the ways out of four donors at 5 MB/s
 BATCH_SECONDS = 0.04  # that a peer computes for a sample; an epoch of 40 takes four of them 0.4 s
-RULES = Rules(sizes=(ELEMENTS,), matchmaking_time=15.0, round_timeout=60.0, target_samples=40.0)
+RULES = Rules(sizes=(ELEMENTS,), matchmaking_time=15.0, round_timeout=60.0, target_samples=40.0, wait_for_newcomers=0.1)
 NAME = "state/run"
 
 
@@ -84,30 +85,32 @@ class Trainer:
         behind = self.peer.swarm.behind
         return behind is not None and behind.outranks(self.tip)
 
-    async def catch_up(self, donors: list[Trainer], awaited: bool = False) -> None:
+    async def catch_up(self, donors: list[Trainer], awaited: bool = True) -> None:
         peers = [donor.peer.node.peer_id for donor in donors]
         mine, is_behind = self.tip, self.is_behind
 
         def wanted(tip: Tip) -> bool:
             return tip.outranks(mine) if is_behind else not mine.outranks(tip)
 
-        with self.peer.swarm.watching(peer.key for peer in peers):
-            result = await download_state(
-                self.peer.node,
-                NAME,
-                peers,
-                timeout=60,
-                rng=random.Random(1),
-                wanted=wanted,
-                reserve=self.peer.swarm.be_awaited if awaited else None,
-            )
-        await asyncio.sleep(self.download_seconds)
-        (self.state, self.ballast), self.tip = result.buffers, result.manifest.tip
-        if leaves(mine, self.tip, result.line):
-            self.left.add((mine, self.tip))
-        self.line.take_over(result.line, self.tip)
-        if self.tip != self.peer.tip:
-            self.peer.swarm.move(self.tip)
+        swarm = self.peer.swarm
+        swarm.begin_loading()
+        assert swarm.loading is not None
+        reserve = swarm.loading.reserve if awaited else None
+        try:
+            with swarm.watching(peer.key for peer in peers):
+                downloading = download_state(
+                    self.peer.node, NAME, peers, timeout=60, rng=random.Random(1), wanted=wanted, reserve=reserve
+                )
+                result = await swarm.loading.unless_refused(downloading)
+            await asyncio.sleep(self.download_seconds)
+            (self.state, self.ballast), self.tip = result.buffers, result.manifest.tip
+            if leaves(mine, self.tip, result.line):
+                self.left.add((mine, self.tip))
+            self.line.take_over(result.line, self.tip)
+            if self.tip != self.peer.tip:
+                swarm.move(self.tip)
+        finally:
+            swarm.end_loading()
         await asyncio.gather(*map(self.peer.swarm.contacts.meet_peer, result.chunks_from))
         self.downloaded.append(result.manifest.tip)
         self.at_state(self)
@@ -180,8 +183,9 @@ class Trainer:
                 began = asyncio.get_running_loop().time()
                 try:
                     await self.catch_up([other for other in others if other is not self and other.peer.alive])
-                except AveragingError:
-                    swarm.forget_behind(asyncio.get_running_loop().time() - began)
+                except AveragingError as error:
+                    least = error.again if isinstance(error, DoesNotFit) else 0.0
+                    swarm.forget_behind(asyncio.get_running_loop().time() - began, least)
 
     async def _end(self, samples: float) -> bool:
         """End the epoch, with others or alone; whether that was done. Raises Behind and Rejected."""
@@ -206,9 +210,9 @@ class Trainer:
             return True
 
     async def arrive(self, donors: list[Trainer], until_epoch: int, *, awaited: bool = False) -> None:
-        """Download and train; with `awaited`, the others are asked to wait from the second download on."""
+        """Download and train; with `awaited`, the others are asked to wait."""
         while self.tip.epoch < until_epoch:
-            await self.catch_up(donors, awaited and bool(self.downloaded))
+            await self.catch_up(donors, awaited)
             if self.is_behind:
                 continue  # the others have gone on meanwhile
             try:

@@ -32,6 +32,7 @@ from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.patience import Patience
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide, who_reduce
@@ -44,6 +45,7 @@ from shoal.swarm.protocol.witnesses import Witnesses
 NOTICE_SECONDS = 2.0  # within this time, all members notice that one is lost or silent
 MAX_REFUSED_REPAIRS = 3  # a member that refuses more repairs, or that more repairs do not help, is put out
 REST_FACTOR = 10.0  # after waiting for all members in vain, do not do so again for this many times as long
+NEWS_SECONDS = 1.0  # members are told how long BEGIN waits for newcomers when that changes by more than this
 REMINDER_SECONDS = 0.5  # a member may take this long to say why it does not join
 MAX_GATHERED_BYTES = MAX_BUFFER_BYTES - 64 * MAX_MEMBERS  # of all members together: with their keys, one buffer
 
@@ -97,6 +99,7 @@ class Coordinator:
         haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
         patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
             have held up too many rounds.
+        newcomers: says until when BEGIN waits for newcomers that load the state.
 
     Samples are counted if `rules.target_samples` is given. Otherwise the first JOIN calls the round.
     """
@@ -112,6 +115,7 @@ class Coordinator:
     last: int = 0
     haste: float = 1.0
     patience: Patience = field(default_factory=Patience)
+    newcomers: Newcomers = field(default_factory=lambda: Newcomers(0.0))
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
@@ -144,6 +148,7 @@ class Coordinator:
     waiting: dict[bytes, None] = field(default_factory=dict, init=False)
     refused_repairs: Counter[bytes] = field(default_factory=Counter, init=False)  # by member
     witnesses: Witnesses = field(init=False)
+    told_until: float = -math.inf  # until when BEGIN waits for newcomers, as the members were told
     got_on_at: float = math.inf  # when the round last made progress, or members were last sent new instructions
     last_join_at: float | None = None
     join_to_begin: float | None = None  # seconds from the last JOIN to BEGIN
@@ -182,9 +187,12 @@ class Coordinator:
         """A member reports its samples. Returns the answer, and further actions. Only reported samples call the round,
         never estimates."""
         before = self.counts.get(key)
+        if report.loading:
+            return self._loads(key, report, now)
         if report.presence is not msg.Presence.HERE:
             self._went_elsewhere(key, report.presence)
         elif report.counted:
+            self.newcomers.has_come(key, now)
             self.counts[key] = msgspec.structs.replace(report, asks=False)
             self.lent.pop(key, None)
         target = self.target
@@ -201,6 +209,28 @@ class Coordinator:
             wait = self.pace.reported(key, has, adds, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
         return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait, target or 0.0), actions
+
+    def _loads(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
+        """A newcomer says how long it still loads the state of this tip. Returns the answer, and further actions."""
+        samples, rate = self._samples(now), sum(count.rate for count in self.counts.values())
+        called, target = self.phase is not Phase.COUNTING, self.target or 0.0
+        due_in = max(0.0, target - samples) / rate if rate and not called else 0.0
+        epoch = self.history.epoch_seconds
+        pause = self.newcomers.claims(key, report, now, leads=True, due_in=due_in, epoch=epoch)
+        count = msg.Count(self.tip, samples, rate, len(self.counts), called, target=target, pause=pause)
+        return count, self._tell_until(now) + self.tick(now)
+
+    def waits_for(self, now: float) -> float:
+        """For how many more seconds BEGIN waits for newcomers, as far as it is known."""
+        return max(0.0, self.newcomers.until(self.tip) - now)
+
+    def _tell_until(self, now: float) -> list[Send | Ask]:
+        """Tell the members that have joined until when BEGIN waits for newcomers, if that is news."""
+        until = self.newcomers.until(self.tip)
+        if self.phase is not Phase.GATHERING or abs(max(until, now) - max(self.told_until, now)) <= NEWS_SECONDS:
+            return []
+        self.told_until = until
+        return [Send(tuple(self.joins), msg.Call(self.tip, self.waits_for(now)))]
 
     @property
     def target(self) -> float | None:
@@ -291,6 +321,7 @@ class Coordinator:
         until = now + self.haste * join.patience
         self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, until
         self.last_join_at = now
+        self.newcomers.gone(key)
         if self.rules.target_samples is not None and key != self.me and self.patience.is_over(key, now):
             self.kept_out[key] = None
         if self.phase is Phase.COUNTING:
@@ -344,7 +375,8 @@ class Coordinator:
 
     def _gather(self, deadline: float, now: float) -> list[Send | Ask]:
         self.phase, self.deadline, self.called_at = Phase.GATHERING, deadline, now
-        return [Send(tuple(self.expected), msg.Call(self.tip))]
+        self.told_until = self.newcomers.until(self.tip)
+        return [Send(tuple(self.expected), msg.Call(self.tip, self.waits_for(now)))]
 
     def tick(self, now: float) -> list[Send | Ask]:
         """Do what is due at `now`. Called at `wake_at` and after every event."""
@@ -358,7 +390,7 @@ class Coordinator:
                 # They may be in another coordinator's round of this tip, or past it. A round without them could then
                 # give the tip a second result.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
-                return [Send(tuple(missing), msg.Call(self.tip))]
+                return [Send(tuple(missing), msg.Call(self.tip, self.waits_for(now)))]
             return self._begin(now)
         if self._is_running and now >= self.deadline:
             return self.abort(f"the round has made no progress for {self._round.timeout:g} s")
@@ -406,6 +438,10 @@ class Coordinator:
             return math.inf
         if self._is_full():
             return -math.inf
+        return max(self._may_begin_at(), self.newcomers.until(self.tip))
+
+    def _may_begin_at(self) -> float:
+        """The same, without the newcomers that load the state."""
         if missing := self._missing():
             if self._are_few():
                 return self.deadline + (0.0 if self.reminded else self.haste * self.rules.own_rounds)

@@ -72,6 +72,11 @@ class History:
         return times != 1 and times & (times - 1) == 0
 
     @property
+    def epoch_seconds(self) -> float:
+        """The seconds that an epoch takes; 0 if that is not known."""
+        return median(after - before for before, after in pairwise(self._times)) if len(self._times) > 1 else 0.0
+
+    @property
     def last(self) -> Mapping[bytes, float]:
         """The members' shares of the last commit; empty if that is not known."""
         return self._shares[-1] if self._shares else {}
@@ -86,6 +91,6 @@ class History:
         if len(share) < COMMITS:  # it may be as fast as the fastest, and may have joined in the middle of an epoch
             usual = max(usual, *self.last.values())
         least = 0.5 / len(self.last)  # for a member that was idle
-        seconds = median(after - before for before, after in pairwise(self._times))
+        seconds = self.epoch_seconds
         longer = max(1.0, (now - self._times[-1]) / seconds) if seconds > 0 else math.inf
         return LEAP * max(usual, least) * target * longer

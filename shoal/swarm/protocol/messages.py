@@ -4,7 +4,8 @@
 |---|---|---|
 | Hello ↔ Hello | any ↔ any | here I am, this is my tip, these are the members that I know |
 | Progress → Count | member → coordinator | I have so many samples since the tip; all members have so many |
-| Call | coordinator → members | the target is reached: join |
+| Call | coordinator → members | the target is reached: join, and wait so long for newcomers |
+| Moves | member → coordinator | so many bytes have passed between me and these newcomers |
 | Doubt | member → next candidate | the coordinator has missed a deadline; signed |
 | TakeOver | next candidate → all | I coordinate this tip; the doubts of most members depose the one before me |
 | Join → Joined, Elsewhere or Hello | member → coordinator | my input is ready; you are in, or ask that peer, or we
@@ -42,13 +43,15 @@ from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "3"  # a term: peers with different messages are no members to each other, and the log says so
+PROTOCOL = "4"  # a term: peers with different messages are no members to each other, and the log says so
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
 MAX_OPTIONS = 64
 MAX_GATHER_BYTES = 64 << 10
 MAX_OPTIONS_BYTES = 1 << 10
+MAX_NEWCOMERS = MAX_MEMBERS
+NEVER = 1e9  # seconds
 
 
 class Carries(bytes, Enum):
@@ -74,6 +77,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 MaybeDigest = Annotated[bytes, msgspec.Meta(max_length=32)]  # b"" for none
 Pairs = Annotated[tuple[tuple[Digest, Digest], ...], msgspec.Meta(max_length=MAX_MEMBERS)]
 Doubts = Annotated[tuple["Doubt", ...], msgspec.Meta(max_length=MAX_DOUBTS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=NEVER)]
 StepOptions = Annotated[bytes, msgspec.Meta(max_length=MAX_OPTIONS_BYTES)]  # b"" for none
 
 
@@ -133,7 +137,8 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
         step, seconds: it begins a step that adds `step` samples and takes `seconds` (0: not known, or no step).
         asks: whether it waits for the answer before it begins that step.
         counted: if False, the report does not count; the sender only wants the answer.
-        loading: the sender is downloading the state of that tip, and asks the round to wait for it.
+        loading: the sender is a newcomer that loads the run's state, and will be at that tip in `seconds`. It receives
+            `rate` bytes per second, or 0 if nothing moves at present. If it `asks`, the round is to wait for it.
         presence: where the sender's trainer is. If it is elsewhere, the report has no samples, and earlier ones are
             void.
     """
@@ -142,11 +147,27 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     samples: Weight
     rate: Weight
     step: Weight = 0.0
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    seconds: Seconds = 0.0
     asks: bool = False
     counted: bool = True
     loading: bool = False
     presence: Presence = Presence.HERE
+
+
+class Pause(msgspec.Struct, array_like=True, frozen=True):
+    """What a newcomer is told about the run's waits for newcomers. All times are in seconds.
+
+    Attributes:
+        seconds: how long the round waits for the newcomer, from now on; 0 if it does not.
+        budget: how long the run may wait for newcomers at present.
+        again: after this time a wait as long as the newcomer needs may fit into the budget; 0 if it fits now.
+        epoch: how long an epoch takes; 0 if that is not known.
+    """
+
+    seconds: Seconds = 0.0
+    budget: Seconds = 0.0
+    again: Seconds = 0.0
+    epoch: Seconds = 0.0
 
 
 class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -161,6 +182,7 @@ class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
         wait: if it is not 0, a member that `asks` should wait for so many seconds and not begin its step, because the
             others are expected to add the missing samples.
         target: the number of samples at which the round is called; 0 if there is none.
+        pause: the answer to a newcomer that loads the state.
     """
 
     tip: Tip
@@ -171,12 +193,15 @@ class Count(msgspec.Struct, tag=3, array_like=True, frozen=True):
     under_way: Amount = 0.0
     wait: Amount = 0.0
     target: Amount = 0.0
+    pause: Pause = Pause()
 
 
 class Call(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The members have enough samples: join the round."""
+    """The members have enough samples: join the round. BEGIN may wait for newcomers, for so many more `seconds`; if
+    that changes, the members that have joined are told again."""
 
     tip: Tip
+    seconds: Seconds = 0.0
 
 
 class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -207,9 +232,11 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """The answer to Join: the sender has it, and coordinates the round."""
+    """The answer to Join: the sender has it, and coordinates the round. BEGIN may wait for newcomers, for so many more
+    `seconds`."""
 
     tip: Tip
+    seconds: Seconds = 0.0
 
 
 class Elsewhere(msgspec.Struct, tag=7, array_like=True, frozen=True):
@@ -471,6 +498,14 @@ class Doubt(msgspec.Struct, tag=30, array_like=True, frozen=True):
     seal: Seal = UNSIGNED
 
 
+class Moves(msgspec.Struct, tag=33, array_like=True, frozen=True):
+    """For the coordinator of that tip: how many bytes have passed between the sender and each of these newcomers since
+    its last such message."""
+
+    tip: Tip
+    newcomers: Annotated[tuple[tuple[Digest, Amount], ...], msgspec.Meta(max_length=MAX_NEWCOMERS)]
+
+
 class TakeOver(msgspec.Struct, tag=31, array_like=True, frozen=True):
     """The sender coordinates this tip, because most members doubt the candidates before it."""
 
@@ -481,5 +516,5 @@ class TakeOver(msgspec.Struct, tag=31, array_like=True, frozen=True):
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
     | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
-    | Waiting | Unjoin | Describe | Description | Doubt | TakeOver
+    | Waiting | Unjoin | Describe | Description | Doubt | TakeOver | Moves
 )  # fmt: skip

@@ -21,6 +21,7 @@ from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -54,6 +55,7 @@ class Peer:
         participant: the member's side.
         lead: the coordinator's side; it is `over` unless it is this peer's turn.
         doubts: the doubts about the coordinators of its tip.
+        newcomers: whether the run may wait for newcomers, and until when.
         out: the actions to perform, in order.
         news: a counter that grows when the round of this tip is called, when the tip changes, and when this peer hears
             of a state that outranks its own.
@@ -72,7 +74,8 @@ class Peer:
         self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer)
         self._me = view.me.key
         self._history = History()
-        self.doubts = Doubts(self.participant, rules, self._history)
+        self.newcomers = Newcomers(rules.wait_for_newcomers)
+        self.doubts = Doubts(self.participant, rules, self._history, self.newcomers)
         self._asked = 0  # how many members of a round were pinged, in turn
         self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
         # At this tip: members that follow a deposed coordinator, and since when this peer gives way to that one.
@@ -135,6 +138,7 @@ class Peer:
                 participant.on_chunk(sender, message, buffers)
             case msg.Begin():
                 participant.on_begin(sender, message, buffers, now)
+                self.newcomers.is_over(now)
                 if sender == self._me:
                     participant.join_to_begin = self.lead.join_to_begin
             case msg.Orphaned():
@@ -147,7 +151,9 @@ class Peer:
             case msg.Elsewhere():
                 self._on_elsewhere(sender, message, now)
             case msg.Call():
-                self._on_call(sender, message)
+                self._on_call(sender, message, now)
+            case msg.Moves():
+                self._on_moves(sender, message, now)
             case msg.Doubt():
                 self._on_doubt(sender, message, now)
             case msg.TakeOver():
@@ -324,6 +330,7 @@ class Peer:
         # coordinate, they must first hear of it.
         self._all_until = now + SETTLE_SECONDS if downloaded else 0.0
         self.doubts.new_tip()
+        self.newcomers.new_tip(self.tip, now)
         self._history.punctuality.new_tip()
         self._postponed, self._gave_way, self._passed_on, self._shown = {}, {}, {}, {}
         if self.lead.tip != self.tip:
@@ -417,7 +424,7 @@ class Peer:
 
     # -- calls and samples
 
-    def _on_call(self, sender: bytes, call: msg.Call) -> None:
+    def _on_call(self, sender: bytes, call: msg.Call, now: float) -> None:
         """A peer that believes to be the coordinator calls the round of a tip."""
         participant = self.participant
         if call.tip != self.tip:
@@ -430,6 +437,8 @@ class Peer:
             if in_it.key != sender:
                 self._send([sender], msg.Elsewhere(in_it, participant.begin))
         elif participant.coordinator().key == sender:
+            if participant.state is State.JOINED:
+                self.newcomers.told(call.seconds, now)
             self.is_called()
         elif sender in self.view.members:
             # One of the two knows a member that the other does not know, so they exchange HELLO.
@@ -449,6 +458,8 @@ class Peer:
             self._hear_tip(sender, report.tip, now)
         elsewhere = self._elsewhere(report.tip)
         if elsewhere is not None:
+            if report.loading and report.tip == self.tip:  # this peer may succeed the coordinator, or send the state
+                self.newcomers.claims(sender, report, now)
             return elsewhere
         lead = self._leading(now)
         if report.loading and not lead.is_before_begin:
@@ -456,6 +467,14 @@ class Peer:
         answer, actions = lead.progress(sender, report, now)
         self.out.extend(actions)
         return answer
+
+    def _on_moves(self, sender: bytes, moves: msg.Moves, now: float) -> None:
+        """A member says how many bytes have passed between it and newcomers."""
+        require(sender in self.view.members, "MOVES from a peer that is no member")
+        if moves.tip == self.tip:
+            for key, nbytes in moves.newcomers:
+                if key != sender:
+                    self.newcomers.moved(key, nbytes, now)
 
     def expect_join(self, sender: bytes, join: msg.Join) -> None:
         """A JOIN has arrived. The driver passes it on when this peer is at its tip."""
@@ -484,7 +503,7 @@ class Peer:
             self.out.extend(lead.join(sender, join, gathered, now))
         elif sender not in self.view.members:
             return self.hello()  # this peer has lost the sender meanwhile, and the sender may not know that
-        return msg.Joined(self.tip)
+        return msg.Joined(self.tip, self.lead.waits_for(now))
 
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
         """A member has sent a report or a JOIN for that tip. If the tip's round was committed, send it the COMMIT."""
@@ -529,6 +548,7 @@ class Peer:
                 last=self.last,
                 haste=self.doubts.haste(),
                 patience=self.participant.silence.patience,
+                newcomers=self.newcomers,
                 ballot=self.lead.ballot,  # so that this peer never begins two rounds under one ballot
                 postponed=self._postponed,
             )
@@ -615,6 +635,7 @@ class Peer:
         participant = self.participant
         self._joining.pop(key, None)
         self._shown.pop(key, None)
+        self.newcomers.gone(key)
         for commit in participant.commits if known else ():
             # The lost peer may have been a coordinator that died before all members had its COMMIT. This happens once
             # for each peer and COMMIT, so that one that comes and goes does not cause many messages.
@@ -712,9 +733,11 @@ class Peer:
         """See `Doubts.asked`."""
         self.doubts.asked(key, now, samples)
 
-    def coordinator_answered(self, key: bytes, *, joined: bool, now: float) -> None:
-        """See `Doubts.answered`."""
-        self.doubts.answered(key, joined=joined, now=now)
+    def coordinator_answered(self, key: bytes, joined: msg.Joined | None, now: float) -> None:
+        """The coordinator has answered a report, or a JOIN (`joined`)."""
+        self.doubts.answered(key, joined=joined is not None, now=now)
+        if joined is not None and joined.tip == self.tip and self.participant.begin is None:
+            self.newcomers.told(joined.seconds, now)
 
     def stood_still(self, now: float) -> None:
         """See `Doubts.stood_still`."""
@@ -809,6 +832,7 @@ class Peer:
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
         """Check whether the round makes progress and has a coordinator. Called every second. See `Participant.look`."""
         self.participant.look(moved, now)
+        self._tell_moves(self.newcomers.look(moved, now))
         silence = self.participant.silence
         self.lead.saw(self._me, silence.signs, now)
         # A member that lacks something complains before this time is over.
@@ -816,6 +840,11 @@ class Peer:
         self.out.extend(self.lead.hurry(lambda key: silence.patience.of(key, late_after, now) + COMPLAINT_SECONDS, now))
         self._hold_to_deadlines(now)
         self.succeed(now)
+
+    def _tell_moves(self, passed: list[tuple[bytes, int]]) -> None:
+        coordinator = self.participant.coordinator().key
+        if passed and coordinator != self._me:
+            self._send([coordinator], msg.Moves(self.tip, tuple((key, float(nbytes)) for key, nbytes in passed)))
 
     def awaited(self, now: float) -> list[bytes]:
         """The peers that this peer waits for in a round, or until one begins."""

@@ -44,6 +44,8 @@ class Rules:
         state_every: state is due in the rounds that end epochs number `state_every`, 2 * `state_every`, and so on,
             counted from 1.
         state_always: whether to average the state whenever it is due, even if all members hold the same.
+        wait_for_newcomers: the share of the run's time that rounds may wait for newcomers that load the state, see
+            `Newcomers`; 0.0: none.
         options_fit: whether this peer can use the options of a JOIN for its own steps. If votes are equal, such options
             win.
     """
@@ -67,6 +69,7 @@ class Rules:
     state_always: bool = False
     options_fit: Callable[[bytes], bool] = bool
     in_turn: tuple[tuple[int, ...], ...] = ()
+    wait_for_newcomers: float = 0.0
 
     def target(self, epoch: int, members: int) -> float | None:
         """The number of samples of all members at which the round of that epoch is called; None if the first JOIN calls

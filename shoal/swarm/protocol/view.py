@@ -338,7 +338,7 @@ class View:
                 here += 1
         return ahead >= here
 
-    def ignore(self, better_than: Tip, now: float, cost: float = 0.0) -> list[float]:
+    def ignore(self, better_than: Tip, now: float, cost: float = 0.0, least: float = 0.0) -> list[float]:
         """Ignore all states that outrank `better_than` for a while, because no member could send one.
 
         The time doubles with each call, up to LONGEST_PAUSE or twice `cost`, whichever is longer.
@@ -347,6 +347,7 @@ class View:
             better_than: the tip of this peer.
             now: the time.
             cost: how many seconds this peer has waited in vain.
+            least: ignore them for so many seconds at least.
 
         Returns:
             The times at which the states may be asked for again.
@@ -354,7 +355,7 @@ class View:
         times = []
         for key, claim in self._claims.items():
             if key in self.members and claim.tip.outranks(better_than) and claim.ignored_until <= now:
-                claim.ignored_until = now + claim.pause
+                claim.ignored_until = now + max(claim.pause, least)
                 claim.pause = min(2 * claim.pause, max(LONGEST_PAUSE, 2 * cost))
                 times.append(claim.ignored_until)
         return times

@@ -1,0 +1,196 @@
+"""A newcomer's word to the members: how long it still loads the run's state. So the run may wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from shoal.p2p.errors import P2PError
+from shoal.p2p.identity import PeerID
+from shoal.swarm.channel import Channel
+from shoal.swarm.contacts import Contacts
+from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.tip import Tip
+
+REPORT_SECONDS = 2.0
+LOG_SECONDS = 10.0
+RATE_SECONDS = 10.0  # over this time the rate is measured
+LEAST_SECONDS = 1.5  # a rate over less time says nothing
+SPARE = 0.99  # of the state's bytes: a little less may be sent than is announced
+CATCHES_UP = 0.5  # a newcomer to which a result comes in such a part of an epoch catches up while the run goes on
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class DoesNotFit(AveragingError):
+    """The run does not wait for as long as this peer needs to load the state, and an epoch is shorter than that.
+
+    Attributes:
+        again: after so many seconds the run may wait for as long.
+    """
+
+    def __init__(self, text: str, again: float) -> None:
+        super().__init__(text)
+        self.again = again
+
+
+class Loading:
+    """Tells the members every two seconds how long this peer still loads the state, from its first request for a chunk
+    until `close`.
+
+    Args:
+        channel: sends the reports.
+        contacts: the connections to members.
+        peer: this peer.
+        result_bytes: the bytes of a round's result if this peer can replay the rounds that follow the state that it
+            loads; None if it can't.
+        timeout: the time, in seconds, within which a member must answer.
+    """
+
+    def __init__(
+        self, channel: Channel, contacts: Contacts, peer: Peer, result_bytes: float | None, timeout: float
+    ) -> None:
+        self._channel, self._contacts, self._peer, self._timeout = channel, contacts, peer, timeout
+        self._result_bytes = result_bytes
+        self._state: Tip | None = None  # the state that it downloads
+        self._nbytes = 0  # of that state
+        self._holders: Sequence[PeerID] = ()
+        self._before = 0  # bytes that had passed between this peer and the holders when the download began
+        self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that have passed since)
+        self._epoch = 0.0  # the seconds of an epoch of the run
+        self._task: asyncio.Task[None] | None = None
+        self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
+        self._logged_at = self._began = _now()
+
+    async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
+        """The download of a state is about to begin. See `download_state`.
+
+        Args:
+            state: the tip of the state.
+            holders: members that hold the state.
+            nbytes: how much will be downloaded.
+
+        Returns:
+            Whether the round that follows the state has not begun yet, or this peer can replay it.
+        """
+        self._state, self._holders, self._nbytes = state, holders, nbytes
+        self._before = self._passed()
+        self._samples.clear()
+        is_heard = await self._tell()
+        if self._task is None:
+            self._task = self._channel.node.spawn(self._keep_telling())
+        return is_heard
+
+    async def unless_refused(self, download: Coroutine[Any, Any, T]) -> T:
+        """Await the download. Raises DoesNotFit, and cancels the download, if it can't lead this peer into the run."""
+        task = asyncio.ensure_future(download)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._refused}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise self._refused.result()
+        finally:
+            task.cancel()
+
+    def close(self) -> None:
+        """This peer is at the state, or has given up."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _keep_telling(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            self._channel.node.spawn(self._tell())  # on a slow line, answers are queued behind chunks
+
+    # -- how far it is
+
+    def _passed(self) -> int:
+        return sum(self._channel.node.transport.moved(holder) for holder in self._holders)
+
+    def _rate(self, passed: int) -> float:
+        """The bytes per second that arrive at present; 0 if that is not known."""
+        now, samples = _now(), self._samples
+        samples.append((now, passed))
+        while now - samples[0][0] > RATE_SECONDS:
+            samples.popleft()
+        (first, before), seconds = samples[0], now - samples[0][0]
+        return (passed - before) / seconds if seconds >= LEAST_SECONDS and first < now else 0.0
+
+    def _ahead(self, state: Tip) -> Tip:
+        """The tip at which most of the holders are, if it is ahead of the state, and this peer can get there."""
+        told = Counter(self._contacts.told[holder.key] for holder in self._holders if holder.key in self._contacts.told)
+        ahead = [tip for tip in told if tip.outranks(state)]
+        if self._result_bytes is None or not ahead:
+            return state
+        return max(ahead, key=lambda tip: (told[tip], tip.epoch))
+
+    async def _tell(self) -> bool:
+        """Tell the holders, and the coordinator, how long it still takes. Returns whether the coordinator has heard."""
+        state, passed = self._state, self._passed() - self._before
+        assert state is not None
+        rate, ahead = self._rate(passed), self._ahead(state)
+        left = max(0.0, SPARE * self._nbytes - passed)
+        rounds = (ahead.epoch - state.epoch) * (self._result_bytes or 0.0)
+        seconds = (left + rounds) / rate if rate else 0.0
+        one = self._result_bytes / rate if rate and self._result_bytes is not None else math.inf
+        asks = not (one <= CATCHES_UP * self._epoch and seconds > one)
+        moving, seconds = rate if left or rounds else 0.0, min(seconds, msg.NEVER)
+        pause = await self._report(msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks))
+        self._log(passed, seconds, ahead.epoch - state.epoch)
+        if pause is None:
+            return self._result_bytes is not None
+        self._epoch = pause.epoch
+        self._peer.newcomers.adopt(pause.budget, _now())
+        comes_late = rate > 0 and self._nbytes / rate > pause.epoch and one > pause.epoch
+        if asks and comes_late and not pause.seconds and not self._refused.done():
+            self._refused.set_result(_refusal(self._nbytes / rate, pause))
+        return True
+
+    async def _report(self, report: msg.Progress) -> msg.Pause | None:
+        """Send a report to all holders, and to the coordinator if it is none of them. Returns its answer."""
+        answers = await asyncio.gather(*(self._ask(holder.key, report) for holder in self._holders))
+        elsewhere = [answer.coordinator for answer in answers if isinstance(answer, msg.Elsewhere)]
+        known = {holder.key for holder in self._holders}
+        if not any(isinstance(answer, msg.Count) for answer in answers):
+            for coordinator in [each for each in dict.fromkeys(elsewhere) if each.key not in known][:1]:
+                await self._contacts.meet(coordinator)
+                answers.append(await self._ask(coordinator.key, report))
+        return next((answer.pause for answer in answers if isinstance(answer, msg.Count)), None)
+
+    async def _ask(self, key: bytes, report: msg.Progress) -> object:
+        try:
+            return (await self._channel.ask(key, report, self._timeout)).body
+        except (P2PError, TimeoutError) as error:
+            log.debug("could not tell %r that this peer loads the state: %s", PeerID(key), error)
+            return None
+
+    def _log(self, passed: int, seconds: float, behind: int) -> None:
+        if _now() - self._logged_at >= LOG_SECONDS:
+            self._logged_at = _now()
+            left = f"{seconds:.0f} s left" if seconds else "at an unknown rate"
+            log.info(
+                "loading the run's state: %.1f of %.1f MB, %s, %d epochs behind",
+                min(passed, self._nbytes) / 1e6, self._nbytes / 1e6, left, behind,
+            )  # fmt: skip
+
+
+def _refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
+    again = f"in {pause.again:.0f} s it may wait for as long" if pause.again < msg.NEVER else "it never waits so long"
+    return DoesNotFit(
+        f"the state takes {seconds:.0f} s over this line, an epoch takes {pause.epoch:.3g} s, and the run may wait at "
+        f"most {pause.budget:.0f} s for newcomers now; {again}. Members let this peer in with a larger "
+        "wait_for_newcomers, a larger target_batch_size, DiLoCo or load_state_compression",
+        pause.again,
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
