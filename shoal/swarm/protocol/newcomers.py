@@ -198,6 +198,6 @@ class Newcomers:
     def moved(self, key: bytes, nbytes: float, now: float) -> None:
         """A donor says that so many bytes have passed between it and a newcomer."""
         claim = self._claims.get(key)
-        if claim is not None:
+        if claim is not None and nbytes:
             claim.seen += nbytes
             claim.moved_at = now
