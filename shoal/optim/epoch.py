@@ -674,8 +674,13 @@ class Epoch:
             # It could not follow the members of the last round, which must not wait for it.
             self._accumulation.leave()
             self._run.follow(tip)
-        least = min(error.again, LONGEST_REST) if isinstance(error, DoesNotFit) else 0.0
-        seconds = self._run.call(lambda: swarm.forget_behind(cost, least))
+        seconds = self._run.call(
+            lambda: (
+                swarm.wait_for_room(min(error.again, LONGEST_REST))
+                if isinstance(error, DoesNotFit)
+                else swarm.forget_behind(cost)
+            )
+        )
         if error is None:
             return
         what = "it brings no samples" if swarm.rests(tip) else "it goes on training with those that hold the same one"

@@ -15,14 +15,15 @@ from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.newcomers import LONGEST_SECONDS, SPARE, SPARE_SECONDS
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.tip import Tip
 
 REPORT_SECONDS = 2.0
 LOG_SECONDS = 10.0
 RATE_SECONDS = 10.0  # over this time the rate is measured
-LEAST_SECONDS = 1.5  # a rate over less time says nothing
-SPARE = 0.99  # of the state's bytes: a little less may be sent than is announced
+LEAST_SECONDS = 3.0  # a rate over less time says nothing
+WHOLE = 0.99  # of the state's bytes: a little less may be sent than is announced
 CATCHES_UP = 0.5  # a newcomer to which a result comes in such a part of an epoch catches up while the run goes on
 
 T = TypeVar("T")
@@ -51,20 +52,24 @@ class Loading:
         peer: this peer.
         result_bytes: the bytes of a round's result if this peer can replay the rounds that follow the state that it
             loads; None if it can't.
+        rate: the bytes per second that this peer has received in an earlier download; 0 if that is not known.
         timeout: the time, in seconds, within which a member must answer.
+
+    Attributes:
+        rate: the last known one.
     """
 
     def __init__(
-        self, channel: Channel, contacts: Contacts, peer: Peer, result_bytes: float | None, timeout: float
+        self, channel: Channel, contacts: Contacts, peer: Peer, result_bytes: float | None, rate: float, timeout: float
     ) -> None:
         self._channel, self._contacts, self._peer, self._timeout = channel, contacts, peer, timeout
-        self._result_bytes = result_bytes
+        self._result_bytes, self.rate = result_bytes, rate
         self._state: Tip | None = None  # the state that it downloads
         self._nbytes = 0  # of that state
         self._holders: Sequence[PeerID] = ()
         self._before = 0  # bytes that had passed between this peer and the holders when the download began
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that have passed since)
-        self._epoch = 0.0  # the seconds of an epoch of the run
+        self._pause = msg.Pause()  # the coordinator's last answer
         self._task: asyncio.Task[None] | None = None
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
         self._logged_at = self._began = _now()
@@ -116,13 +121,16 @@ class Loading:
         return sum(self._channel.node.transport.moved(holder) for holder in self._holders)
 
     def _rate(self, passed: int) -> float:
-        """The bytes per second that arrive at present; 0 if that is not known."""
+        """The bytes per second that arrive at present, or as before if that is not known."""
         now, samples = _now(), self._samples
-        samples.append((now, passed))
-        while now - samples[0][0] > RATE_SECONDS:
+        if passed:  # before the first chunk begins to arrive, nothing is measured
+            samples.append((now, passed))
+        while samples and now - samples[0][0] > RATE_SECONDS:
             samples.popleft()
-        (first, before), seconds = samples[0], now - samples[0][0]
-        return (passed - before) / seconds if seconds >= LEAST_SECONDS and first < now else 0.0
+        seconds = now - samples[0][0] if samples else 0.0
+        if seconds >= LEAST_SECONDS:
+            self.rate = (passed - samples[0][1]) / seconds
+        return self.rate
 
     def _ahead(self, state: Tip) -> Tip:
         """The tip at which most of the holders are, if it is ahead of the state, and this peer can get there."""
@@ -137,33 +145,37 @@ class Loading:
         state, passed = self._state, self._passed() - self._before
         assert state is not None
         rate, ahead = self._rate(passed), self._ahead(state)
-        left = max(0.0, SPARE * self._nbytes - passed)
+        left = max(0.0, WHOLE * self._nbytes - passed)
         rounds = (ahead.epoch - state.epoch) * (self._result_bytes or 0.0)
         seconds = (left + rounds) / rate if rate else 0.0
         one = self._result_bytes / rate if rate and self._result_bytes is not None else math.inf
-        asks = not (one <= CATCHES_UP * self._epoch and seconds > one)
+        asks = not (one <= CATCHES_UP * self._pause.epoch and seconds > one)
         moving, seconds = rate if left or rounds else 0.0, min(seconds, msg.NEVER)
-        pause = await self._report(msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks))
+        answer = await self._report(msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks))
         self._log(passed, seconds, ahead.epoch - state.epoch)
-        if pause is None:
-            return self._result_bytes is not None
-        self._epoch = pause.epoch
-        self._peer.newcomers.adopt(pause.budget, _now())
-        comes_late = rate > 0 and self._nbytes / rate > pause.epoch and one > pause.epoch
-        if asks and comes_late and not pause.seconds and not self._refused.done():
-            self._refused.set_result(_refusal(self._nbytes / rate, pause))
-        return True
+        if isinstance(answer, msg.Pause):
+            self._pause = answer
+            self._peer.newcomers.adopt(answer.budget, _now())
+        is_late = isinstance(answer, msg.Hello) and answer.tip.outranks(ahead)
+        # Each epoch would bring less than what one takes.
+        falls_behind = one > self._pause.epoch > 0 and self._nbytes / rate > self._pause.epoch if rate else False
+        is_refused = isinstance(answer, msg.Pause) and asks and not answer.seconds and falls_behind
+        if rate and left and not self._refused.done() and (is_refused or (is_late and one > self._pause.epoch)):
+            self._refused.set_result(_refusal(self._nbytes / rate, self._pause))
+        return isinstance(answer, msg.Pause) or self._result_bytes is not None
 
-    async def _report(self, report: msg.Progress) -> msg.Pause | None:
-        """Send a report to all holders, and to the coordinator if it is none of them. Returns its answer."""
+    async def _report(self, report: msg.Progress) -> msg.Pause | msg.Hello | None:
+        """Send a report to all holders, and to the coordinator if it is none of them. Returns the coordinator's answer,
+        or HELLO if a member is past that tip."""
         answers = await asyncio.gather(*(self._ask(holder.key, report) for holder in self._holders))
-        elsewhere = [answer.coordinator for answer in answers if isinstance(answer, msg.Elsewhere)]
         known = {holder.key for holder in self._holders}
-        if not any(isinstance(answer, msg.Count) for answer in answers):
-            for coordinator in [each for each in dict.fromkeys(elsewhere) if each.key not in known][:1]:
+        named = [one.coordinator for one in answers if isinstance(one, msg.Elsewhere)]
+        if not any(isinstance(one, msg.Count) for one in answers):
+            for coordinator in [each for each in dict.fromkeys(named) if each.key not in known][:1]:
                 await self._contacts.meet(coordinator)
                 answers.append(await self._ask(coordinator.key, report))
-        return next((answer.pause for answer in answers if isinstance(answer, msg.Count)), None)
+        counts = [one.pause for one in answers if isinstance(one, msg.Count)]
+        return next((one for one in [*counts, *answers] if isinstance(one, msg.Pause | msg.Hello)), None)
 
     async def _ask(self, key: bytes, report: msg.Progress) -> object:
         try:
@@ -183,12 +195,15 @@ class Loading:
 
 
 def _refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
-    again = f"in {pause.again:.0f} s it may wait for as long" if pause.again < msg.NEVER else "it never waits so long"
+    missing = SPARE * seconds + SPARE_SECONDS - pause.budget
+    fits = pause.share > 0 and seconds < LONGEST_SECONDS
+    again = max(0.0, missing) / pause.share if fits else math.inf
+    when = f"in {again:.0f} s it may wait for as long" if fits else "it never waits for as long"
     return DoesNotFit(
         f"the state takes {seconds:.0f} s over this line, an epoch takes {pause.epoch:.3g} s, and the run may wait at "
-        f"most {pause.budget:.0f} s for newcomers now; {again}. Members let this peer in with a larger "
+        f"most {pause.budget:.0f} s for newcomers now; {when}. Members let this peer in with a larger "
         "wait_for_newcomers, a larger target_batch_size, DiLoCo or load_state_compression",
-        pause.again,
+        again,
     )
 
 

@@ -143,6 +143,7 @@ class Swarm:
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self.loading: Loading | None = None
         self._result_bytes: float | None = None
+        self._rate = 0.0  # bytes per second of the last download
         self._measured = Measured() if measured is None else measured
         self._before: dict[bytes, Flow] = {}  # by member: what was delivered before the measured round began
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -281,18 +282,26 @@ class Swarm:
             self.move(best)
         return self.tip
 
-    def forget_behind(self, cost: float = 0.0, least: float = 0.0) -> float:
-        """Do not ask for states that outrank this peer's for a while, `least` seconds or more: no member could send
-        one, and the attempt took `cost` seconds.
+    def forget_behind(self, cost: float = 0.0) -> float:
+        """Do not ask for states that outrank this peer's for a while: no member could send one, and the attempt took
+        `cost` seconds.
 
         Returns:
             After how many seconds it may ask again; infinity if no state was ignored.
         """
         now = self._now()
-        times = self.peer.view.ignore(self.tip, now, cost, least)
+        return self._ask_at(self.peer.view.ignore(self.tip, now, cost)) - now
+
+    def wait_for_room(self, seconds: float) -> float:
+        """Do not ask for others' states for so many seconds, and rest: the run has no room for this peer before.
+        Returns after how many seconds it may ask again."""
+        now = self._now()
+        return self._ask_at([self.peer.view.wait(now, seconds)]) - now
+
+    def _ask_at(self, times: Sequence[float]) -> float:
         for time in times:
             asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
-        return min(times, default=math.inf) - now
+        return min(times, default=math.inf)
 
     def rests(self, tip: Tip) -> bool:
         """Whether a peer whose state is `tip` should make no epoch for now, see `View.rests`."""
@@ -420,11 +429,13 @@ class Swarm:
     def begin_loading(self) -> None:
         """This peer is about to load the run's state: from its first download on, it tells the members how long that
         takes (`loading`), until `end_loading`."""
-        self.loading = Loading(self._channel, self.contacts, self.peer, self._result_bytes, self._request_timeout)
+        replays, timeout = self._result_bytes, self._request_timeout
+        self.loading = Loading(self._channel, self.contacts, self.peer, replays, self._rate, timeout)
 
     def end_loading(self) -> None:
         """This peer has loaded the state, or has given up."""
         if self.loading is not None:
+            self._rate = self.loading.rate
             self.loading.close()
             self.loading = None
 

@@ -47,7 +47,7 @@ def main() -> None:
         copy: Kept = giver._replica.exact_copy()
         state = copy.as_downloaded(0)
         taker._run.donors = lambda: [dht.peer_id]
-        taker._run.download = lambda *_: state
+        taker._run.download = lambda *_, **__: state
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for limit in (0, 12 * MB, 24 * MB, 200 * MB):
             resource.setrlimit(resource.RLIMIT_AS, (virtual() + limit, resource.RLIM_INFINITY))

@@ -93,7 +93,7 @@ def found(optimizer: shoal.Optimizer, state: Kept | Downloaded, *, keeps: bool =
     if not keeps:
         patch.setattr(optimizer._epoch._forks, "leave", lambda *_: None)
     given = state.as_downloaded(0) if isinstance(state, Kept) else state
-    patch.setattr(optimizer._epoch, "_fetch", lambda *_: given)
+    patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: given)
     return patch
 
 
@@ -253,7 +253,7 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer._run, "donors", lambda: [optimizer.dht.peer_id])
-        patch.setattr(optimizer._epoch, "_fetch", lambda *_: states.pop())
+        patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: states.pop())
         patch.setattr(epoch.log, "disabled", True)  # pytest keeps what is logged, and with it the error
         gc.disable()
         try:

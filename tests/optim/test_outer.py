@@ -296,7 +296,7 @@ def download(optimizer: shoal.Optimizer, found: Kept) -> bool:
     run = optimizer._run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "donors", lambda: [optimizer.dht.peer_id])
-        patch.setattr(run, "download", lambda *_: found.as_downloaded(0))
+        patch.setattr(run, "download", lambda *_, **__: found.as_downloaded(0))
         return optimizer.load_state_from_peers()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.newcomers import FIRST_SECONDS
+from shoal.transfer.manifest import CHUNK_ELEMENTS
 from tests.simulation.swarms import Board, spawn_peer, spawn_swarm
 from tests.simulation.trainers import BALLAST, ELEMENTS, RULES, Trainer
+from tests.soaked import only_in_soak
 
 LARGE = 8 * BALLAST
 STATE_BYTES = LARGE + 4 * ELEMENTS
@@ -53,7 +56,8 @@ def test_a_download_that_takes_a_hundred_epochs_is_awaited_once(seed: int) -> No
         everybody = [*veterans, newcomer]
         assert len(newcomer.downloaded) == 1
         assert newcomer.outcomes[0].begin.tip == newcomer.downloaded[0]
-        assert len(_pauses(veterans[0])) == 1 and 50 < _pauses(veterans[0])[0] < 75, _pauses(veterans[0])
+        [pause] = _pauses(veterans[0])
+        assert 50 < pause < 75
         assert not any(trainer.peer.swarm.peer.participant.deposed for trainer in everybody)
         assert not any(outcome.missed for trainer in everybody for outcome in trainer.outcomes)
         assert all(torch.equal(trainer.state, newcomer.state) for trainer in veterans)
@@ -72,9 +76,61 @@ def test_newcomers_that_come_together_are_awaited_together() -> None:
         await asyncio.gather(*(each.arrive(veterans, epochs, awaited=True) for each in newcomers), *tasks)
 
         assert [len(each.downloaded) for each in newcomers] == [1] * 4
-        assert len(_pauses(veterans[0])) == 1 and _pauses(veterans[0])[0] < 45, _pauses(veterans[0])
+        [pause] = _pauses(veterans[0])
+        assert pause < 45
         assert len({trainer.tip for trainer in [*veterans, *newcomers]}) == 1
 
     run(scenario(), until=300.0)
 
 
+class _FewDonors(Trainer):
+    """A newcomer downloads from three of the others. (In this world, a message is on a line as a whole, so dozens of
+    chunks on one slow line would keep every answer from it for a minute.)"""
+
+    async def catch_up(self, donors: list[Trainer], awaited: bool = True) -> None:
+        some = self.peer.world.rng.sample(donors, min(3, len(donors)))
+        await super().catch_up(some, awaited)
+
+
+@pytest.mark.parametrize(("count", "every"), [(8, 75.0), pytest.param(64, 10.0, marks=only_in_soak)])
+def test_newcomers_get_in_and_the_pauses_are_within_the_budget(count: int, every: float) -> None:
+    """Epochs of 5 s, downloads of 60 s; at times a newcomer comes and a member is lost."""
+    lasts, chunks, batch = 900.0, 48, 2.5
+
+    async def scenario() -> None:
+        world, board = World(7), Board()
+        rules = dataclasses.replace(RULES, target_samples=2.0 * count)
+        everybody: list[Trainer] = []
+
+        async def spawn() -> Trainer:
+            peer = await spawn_peer(world, board, elements=ELEMENTS, rules=rules, keeps_state=True)
+            ballast = torch.zeros(chunks * CHUNK_ELEMENTS, dtype=torch.int8)
+            trainer = _FewDonors(peer, ballast=ballast, batch_seconds=batch)
+            trainer.donate()
+            everybody.append(trainer)
+            return trainer
+
+        veterans = [await spawn() for _ in range(count)]
+        loop, came = asyncio.get_running_loop(), {}
+        for trainer in veterans:
+            trainer.peer.node.spawn(trainer.train_on(everybody, 10_000))
+        await veterans[0].reached(3)
+        began = loop.time()
+        while loop.time() < began + lasts:
+            newcomer = await spawn()
+            came[newcomer.peer.name] = loop.time()
+            world.lines.set_rates(newcomer.peer.node.peer_id, None, chunks * CHUNK_ELEMENTS / 60.0)
+            newcomer.peer.node.spawn(newcomer.train_on(everybody, 10_000))
+            await asyncio.sleep(every)
+            alive = [each for each in everybody if each.peer.alive and each.outcomes]
+            if len(alive) > count:
+                world.kill(world.rng.choice(alive).peer.node.peer_id)
+        alive = [each for each in everybody if each.peer.alive]
+        late = [each for each in alive if not each.outcomes and loop.time() - came[each.peer.name] > 750.0]
+        ends = sorted({began} | {round(end, 1) for each in everybody for end in each.committed_at if end > began})
+        pauses = [after - before - 5.0 for before, after in pairwise(ends) if after - before > 15.0]
+        assert not late, f"{len(late)} newcomers have waited for more than 750 s"
+        assert all(each.tip.epoch > 10 for each in alive if each.outcomes), "newcomers have made epochs of their own"
+        assert 0 < sum(pauses) <= FIRST_SECONDS + 0.11 * (loop.time() - began), pauses
+
+    run(scenario(), until=20_000.0)

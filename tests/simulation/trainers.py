@@ -174,6 +174,9 @@ class Trainer:
         swarm = self.peer.swarm
         while self.tip.epoch < until_epoch:
             try:
+                if swarm.rests(self.tip):
+                    await asyncio.sleep(1.0)
+                    continue
                 if self.is_behind:
                     raise Behind("others are past this state")
                 samples = await self.count()
@@ -184,8 +187,10 @@ class Trainer:
                 try:
                     await self.catch_up([other for other in others if other is not self and other.peer.alive])
                 except AveragingError as error:
-                    least = error.again if isinstance(error, DoesNotFit) else 0.0
-                    swarm.forget_behind(asyncio.get_running_loop().time() - began, least)
+                    if isinstance(error, DoesNotFit):
+                        swarm.wait_for_room(min(error.again, 600.0))
+                    else:
+                        swarm.forget_behind(asyncio.get_running_loop().time() - began)
 
     async def _end(self, samples: float) -> bool:
         """End the epoch, with others or alone; whether that was done. Raises Behind and Rejected."""

@@ -160,13 +160,13 @@ class Pause(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         seconds: how long the round waits for the newcomer, from now on; 0 if it does not.
         budget: how long the run may wait for newcomers at present.
-        again: after this time a wait as long as the newcomer needs may fit into the budget; 0 if it fits now.
+        share: by how many seconds the budget grows in each second.
         epoch: how long an epoch takes; 0 if that is not known.
     """
 
     seconds: Seconds = 0.0
     budget: Seconds = 0.0
-    again: Seconds = 0.0
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     epoch: Seconds = 0.0
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.p2p.identity import PeerID
-from shoal.swarm.protocol.messages import NEVER, Pause, Progress
+from shoal.swarm.protocol.messages import Pause, Progress
 from shoal.swarm.protocol.tip import Tip
 
 FIRST_SECONDS = 120.0
@@ -32,7 +32,7 @@ JOIN_SECONDS = 10.0  # and so long from its arrival at the tip to its JOIN
 SPARE, SPARE_SECONDS = 1.1, 5.0  # estimates are a little short, and the next report comes two seconds later
 WATCH_SECONDS = 6.0  # over such times the rate that donors see is compared with the one that is claimed
 LEAST_SHARE = 0.5  # of the rate that is claimed
-MAX_TOLD = 1024  # newcomers for whom a warning was logged
+MAX_TOLD, QUIET_SECONDS = 1024, 60.0  # newcomers for whom a warning was logged; the time without another one
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ class Newcomers:
         self._claims: dict[bytes, _Claim] = {}
         self._moved: dict[bytes, int] = {}  # by newcomer: the bytes that have passed between it and this peer
         self._paused_at: float | None = None
+        self._missing = 0.0  # the least budget into which newcomers fit that were denied; 0 if none was
         self._told: dict[bytes, None] = {}
+        self._quiet_until = -math.inf
         self.told_until = -math.inf
 
     # -- the budget
@@ -99,6 +101,8 @@ class Newcomers:
     def is_over(self, now: float) -> None:
         """The round has begun, or this peer has left its tip: what it has waited is spent."""
         if self._paused_at is not None:
+            if now - self._paused_at >= self._missing:
+                self._missing = 0.0
             self._saved, self._saved_at, self._paused_at = self.budget(now), now, None
         elif self._saved_at != self._saved_at:
             self._saved_at = now
@@ -136,25 +140,28 @@ class Newcomers:
             claim.watched_at, claim.seen = now, 0.0
         claim.rate = report.rate
         takes = SPARE * report.seconds + SPARE_SECONDS if report.rate else claim.moved_at + IDLE_SECONDS - now
-        fits = claim.holds or takes - due_in <= budget
+        least = max(takes, self._missing) if not report.rate and claim.watched_at == now else takes
+        fits = (report.seconds if claim.holds else least) - due_in <= budget
         claim.until = now + min(takes, budget + due_in)
         claim.holds = report.asks and fits and claim.is_true and claim.until > now
         if report.asks and report.rate and not fits:
-            self._warn(key, report.seconds, budget)
-        again = 0.0
-        if not fits:
-            again = (takes - due_in - budget) / self._share if self._share and takes <= LONGEST_SECONDS else math.inf
-        return Pause(claim.until - now if claim.holds else 0.0, budget, min(again, NEVER), epoch)
+            self._deny(key, report.seconds, takes - due_in, now)
+        return Pause(claim.until - now if claim.holds else 0.0, budget, self._share, epoch)
 
-    def _warn(self, key: bytes, seconds: float, budget: float) -> None:
-        if key in self._told or len(self._told) >= MAX_TOLD:
+    def _deny(self, key: bytes, seconds: float, least: float, now: float) -> None:
+        """A newcomer does not fit into the budget, which would have to be `least`. From now on the run saves for the
+        newcomers that need the least of those: the first seconds of others, who do not know their rates yet, would use
+        up what it saves."""
+        if least < LONGEST_SECONDS:
+            self._missing = min(least, self._missing or least)
+        if key in self._told or len(self._told) >= MAX_TOLD or now < self._quiet_until:
             return
-        self._told[key] = None
+        self._told[key], self._quiet_until = None, now + QUIET_SECONDS
         log.warning(
             "%r needs %.0f s to load the state over its line, and the run may wait at most %.0f s for newcomers now "
             "(wait_for_newcomers=%g of its time, %.0f s at once): it takes part later, or never. A larger "
             "wait_for_newcomers, a larger target_batch_size, DiLoCo or load_state_compression would let it in",
-            PeerID(key), seconds, budget, self._share, LONGEST_SECONDS,
+            PeerID(key), seconds, self.budget(now), self._share, LONGEST_SECONDS,
         )  # fmt: skip
 
     def has_come(self, key: bytes, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -103,6 +104,9 @@ MAX_HEARSAY = 256  # members that one peer mentions and that have not sent a mes
 HEARSAY_SECONDS = 60.0
 # A state that no member could send is not asked for again for so many seconds, or for twice the time of the attempt.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
+# A run that has no room for a newcomer (see `Loading`) keeps it from epochs of its own for so many seconds at most, in
+# tries that follow each other within the second time. Liars may claim to be the run.
+LONGEST_WAIT, NEXT_TRY = 1200.0, 120.0
 
 
 @dataclass(slots=True)
@@ -161,6 +165,7 @@ class View:
         self.run_id, self.me, self.reaches = run_id, me, reaches
         self.members: dict[bytes, Member] = {me.key: me}
         self.lost: dict[bytes, None] = {}  # in the order of the losses
+        self._waits_since = self._waits_until = -math.inf
         self._claims: dict[bytes, _Claim] = {}
         self._heard: dict[bytes, _Heard] = {}
 
@@ -307,9 +312,11 @@ class View:
         return member is not None and member.role is not Role.AUXILIARY
 
     def best(self, now: float) -> Tip | None:
-        """The best state that a connected member holds, without the states that are ignored. May be called from any
-        thread."""
+        """The best state that a connected member holds, without the states that are ignored; None while this peer waits
+        (`wait`). May be called from any thread."""
         best: Tip | None = None
+        if now < self._waits_until:
+            return None
         for key, claim in list(self._claims.items()):
             holds = self.keeps_state(key) and self.reaches(key) and claim.ignored_until <= now
             if holds and (best is None or claim.tip.outranks(best)):
@@ -325,12 +332,14 @@ class View:
         """Whether a peer whose state is `tip` should make no epoch for now. It should not if the states that outrank
         its own are all ignored, because no member could send one, and at least as many connected members say that they
         hold one of them as are at `tip`, this peer included. Otherwise those members lie, or are cut off from this
-        peer's side. May be called from any thread."""
+        peer's side. Nor should a peer that waits (`wait`). May be called from any thread."""
         here, ahead = 1, 0
         for key, claim in list(self._claims.items()):
             if not (self.keeps_state(key) and self.reaches(key)):
                 continue
             if claim.tip.outranks(tip):
+                if now < self._waits_until:
+                    return True
                 if claim.ignored_until <= now:
                     return False  # this peer asks for that state
                 ahead += 1
@@ -338,7 +347,16 @@ class View:
                 here += 1
         return ahead >= here
 
-    def ignore(self, better_than: Tip, now: float, cost: float = 0.0, least: float = 0.0) -> list[float]:
+    def wait(self, now: float, seconds: float) -> float:
+        """Members send their state, and the run has no room for this peer before so many `seconds` are over: until then
+        this peer does not ask for it, and `rests`. Returns until when; not later than LONGEST_WAIT after the first of
+        such waits."""
+        if now > self._waits_until + NEXT_TRY:
+            self._waits_since = now
+        self._waits_until = min(now + seconds, self._waits_since + LONGEST_WAIT)
+        return self._waits_until
+
+    def ignore(self, better_than: Tip, now: float, cost: float = 0.0) -> list[float]:
         """Ignore all states that outrank `better_than` for a while, because no member could send one.
 
         The time doubles with each call, up to LONGEST_PAUSE or twice `cost`, whichever is longer.
@@ -347,7 +365,6 @@ class View:
             better_than: the tip of this peer.
             now: the time.
             cost: how many seconds this peer has waited in vain.
-            least: ignore them for so many seconds at least.
 
         Returns:
             The times at which the states may be asked for again.
@@ -355,7 +372,7 @@ class View:
         times = []
         for key, claim in self._claims.items():
             if key in self.members and claim.tip.outranks(better_than) and claim.ignored_until <= now:
-                claim.ignored_until = now + max(claim.pause, least)
+                claim.ignored_until = now + claim.pause
                 claim.pause = min(2 * claim.pause, max(LONGEST_PAUSE, 2 * cost))
                 times.append(claim.ignored_until)
         return times
