@@ -15,7 +15,7 @@ from shoal.swarm.channel import Channel
 from shoal.swarm.contacts import Contacts
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.newcomers import LONGEST_SECONDS, SPARE, SPARE_SECONDS
+from shoal.swarm.protocol.newcomers import GATHER_SECONDS, LONGEST_SECONDS, SPARE, SPARE_SECONDS
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.tip import Tip
 
@@ -67,6 +67,7 @@ class Loading:
         self._state: Tip | None = None  # the state that it downloads
         self._nbytes = 0  # of that state
         self._holders: Sequence[PeerID] = ()
+        self._coordinator: Sequence[bytes] = ()  # its key, if it is known and no holder of the state
         self._before = 0  # bytes that had passed between this peer and the holders when the download began
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that have passed since)
         self._pause = msg.Pause()  # the coordinator's last answer
@@ -167,15 +168,19 @@ class Loading:
     async def _report(self, report: msg.Progress) -> msg.Pause | msg.Hello | None:
         """Send a report to all holders, and to the coordinator if it is none of them. Returns the coordinator's answer,
         or HELLO if a member is past that tip."""
-        answers = await asyncio.gather(*(self._ask(holder.key, report) for holder in self._holders))
-        known = {holder.key for holder in self._holders}
+        answers = await self._ask_all([*(holder.key for holder in self._holders), *self._coordinator], report)
         named = [one.coordinator for one in answers if isinstance(one, msg.Elsewhere)]
-        if not any(isinstance(one, msg.Count) for one in answers):
-            for coordinator in [each for each in dict.fromkeys(named) if each.key not in known][:1]:
-                await self._contacts.meet(coordinator)
-                answers.append(await self._ask(coordinator.key, report))
+        asked = {holder.key for holder in self._holders}
+        others = [member for member in dict.fromkeys(named) if member.key not in asked]
+        if others and not any(isinstance(one, msg.Count) for one in answers):
+            await self._contacts.meet(others[0])
+            self._coordinator = [others[0].key]  # next time it hears at once: the holders' answers may take long
+            answers += await self._ask_all(self._coordinator, report)
         counts = [one.pause for one in answers if isinstance(one, msg.Count)]
         return next((one for one in [*counts, *answers] if isinstance(one, msg.Pause | msg.Hello)), None)
+
+    async def _ask_all(self, keys: Sequence[bytes], report: msg.Progress) -> list[object]:
+        return list(await asyncio.gather(*(self._ask(key, report) for key in dict.fromkeys(keys))))
 
     async def _ask(self, key: bytes, report: msg.Progress) -> object:
         try:
@@ -195,7 +200,7 @@ class Loading:
 
 
 def _refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
-    missing = SPARE * seconds + SPARE_SECONDS - pause.budget
+    missing = SPARE * seconds + SPARE_SECONDS + GATHER_SECONDS - pause.budget
     fits = pause.share > 0 and seconds < LONGEST_SECONDS
     again = max(0.0, missing) / pause.share if fits else math.inf
     when = f"in {again:.0f} s it may wait for as long" if fits else "it never waits for as long"

@@ -11,6 +11,7 @@ import torch
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.download import DownloadPlan
 from shoal.swarm.protocol.newcomers import FIRST_SECONDS
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from tests.simulation.swarms import Board, spawn_peer, spawn_swarm
@@ -83,19 +84,15 @@ def test_newcomers_that_come_together_are_awaited_together() -> None:
     run(scenario(), until=300.0)
 
 
-class _FewDonors(Trainer):
-    """A newcomer downloads from three of the others. (In this world, a message is on a line as a whole, so dozens of
-    chunks on one slow line would keep every answer from it for a minute.)"""
-
-    async def catch_up(self, donors: list[Trainer], awaited: bool = True) -> None:
-        some = self.peer.world.rng.sample(donors, min(3, len(donors)))
-        await super().catch_up(some, awaited)
-
-
 @pytest.mark.parametrize(("count", "every"), [(8, 75.0), pytest.param(64, 10.0, marks=only_in_soak)])
-def test_newcomers_get_in_and_the_pauses_are_within_the_budget(count: int, every: float) -> None:
+def test_newcomers_get_in_and_the_pauses_are_within_the_budget(
+    count: int, every: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Epochs of 5 s, downloads of 60 s; at times a newcomer comes and a member is lost."""
-    lasts, chunks, batch = 900.0, 48, 2.5
+    lasts, chunks, batch = 1100.0, 48, 2.5
+    # In this world a message is on a line as a whole: dozens of chunks on a slow one would keep all answers for long.
+    monkeypatch.setattr(DownloadPlan, "window", 1)
+    monkeypatch.setattr(DownloadPlan, "max_outstanding", 3)
 
     async def scenario() -> None:
         world, board = World(7), Board()
@@ -105,7 +102,7 @@ def test_newcomers_get_in_and_the_pauses_are_within_the_budget(count: int, every
         async def spawn() -> Trainer:
             peer = await spawn_peer(world, board, elements=ELEMENTS, rules=rules, keeps_state=True)
             ballast = torch.zeros(chunks * CHUNK_ELEMENTS, dtype=torch.int8)
-            trainer = _FewDonors(peer, ballast=ballast, batch_seconds=batch)
+            trainer = Trainer(peer, ballast=ballast, batch_seconds=batch)
             trainer.donate()
             everybody.append(trainer)
             return trainer
@@ -126,10 +123,10 @@ def test_newcomers_get_in_and_the_pauses_are_within_the_budget(count: int, every
             if len(alive) > count:
                 world.kill(world.rng.choice(alive).peer.node.peer_id)
         alive = [each for each in everybody if each.peer.alive]
-        late = [each for each in alive if not each.outcomes and loop.time() - came[each.peer.name] > 750.0]
+        late = [each for each in alive if not each.outcomes and loop.time() - came[each.peer.name] > 900.0]
         ends = sorted({began} | {round(end, 1) for each in everybody for end in each.committed_at if end > began})
         pauses = [after - before - 5.0 for before, after in pairwise(ends) if after - before > 15.0]
-        assert not late, f"{len(late)} newcomers have waited for more than 750 s"
+        assert not late, f"{len(late)} newcomers have waited for more than 900 s"
         assert all(each.tip.epoch > 10 for each in alive if each.outcomes), "newcomers have made epochs of their own"
         assert 0 < sum(pauses) <= FIRST_SECONDS + 0.11 * (loop.time() - began), pauses
 

@@ -218,7 +218,10 @@ class Coordinator:
         epoch = self.history.epoch_seconds
         pause = self.newcomers.claims(key, report, now, leads=True, due_in=due_in, epoch=epoch)
         count = msg.Count(self.tip, samples, rate, len(self.counts), called, target=target, pause=pause)
-        return count, self._tell_until(now) + self.tick(now)
+        actions = self._tell_until(now)
+        if pause.seconds and report.rate and (invited := self.newcomers.invited(but=key)):
+            actions.append(Send(invited, msg.Call(self.tip, pause.seconds)))
+        return count, actions + self.tick(now)
 
     def waits_for(self, now: float) -> float:
         """For how many more seconds BEGIN waits for newcomers, as far as it is known."""

@@ -30,6 +30,7 @@ TOLERANCE, TOLERANCE_SECONDS = 1.25, 5.0  # members have seen slightly different
 IDLE_SECONDS = 10.0  # a newcomer whose bytes do not move (it asks, or writes what it has to memory) may take so long
 JOIN_SECONDS = 10.0  # and so long from its arrival at the tip to its JOIN
 SPARE, SPARE_SECONDS = 1.1, 5.0  # estimates are a little short, and the next report comes two seconds later
+GATHER_SECONDS = 10.0  # newcomers that wait for room may come so much later than the first of them
 WATCH_SECONDS = 6.0  # over such times the rate that donors see is compared with the one that is claimed
 LEAST_SHARE = 0.5  # of the rate that is claimed
 MAX_TOLD, QUIET_SECONDS = 1024, 60.0  # newcomers for whom a warning was logged; the time without another one
@@ -74,6 +75,8 @@ class Newcomers:
         self._claims: dict[bytes, _Claim] = {}
         self._moved: dict[bytes, int] = {}  # by newcomer: the bytes that have passed between it and this peer
         self._paused_at: float | None = None
+        self._denied: dict[bytes, None] = {}  # newcomers that wait for the run to have room
+        self._has_invited = False  # at this tip
         self._missing = 0.0  # the least budget into which newcomers fit that were denied; 0 if none was
         self._told: dict[bytes, None] = {}
         self._quiet_until = -math.inf
@@ -153,7 +156,9 @@ class Newcomers:
         newcomers that need the least of those: the first seconds of others, who do not know their rates yet, would use
         up what it saves."""
         if least < LONGEST_SECONDS:
-            self._missing = min(least, self._missing or least)
+            self._missing = min(least + GATHER_SECONDS, self._missing or math.inf)
+            if len(self._denied) < MAX_TOLD:
+                self._denied[key] = None
         if key in self._told or len(self._told) >= MAX_TOLD or now < self._quiet_until:
             return
         self._told[key], self._quiet_until = None, now + QUIET_SECONDS
@@ -164,6 +169,14 @@ class Newcomers:
             PeerID(key), seconds, self.budget(now), self._share, LONGEST_SECONDS,
         )  # fmt: skip
 
+    def invited(self, but: bytes) -> tuple[bytes, ...]:
+        """The round of this tip waits for the newcomer `but`: those that were denied before and can come now, as well.
+        Each tip invites them once."""
+        if self._has_invited:
+            return ()
+        invited, self._denied, self._has_invited = self._denied, {}, True
+        return tuple(key for key in invited if key != but)
+
     def has_come(self, key: bytes, now: float) -> None:
         """A newcomer is at the tip, and is about to join."""
         claim = self._claims.get(key)
@@ -172,14 +185,14 @@ class Newcomers:
 
     def gone(self, key: bytes) -> None:
         """Nobody waits for that newcomer any more: it has joined, or was lost."""
-        self._claims.pop(key, None)
-        self._moved.pop(key, None)
+        for of_newcomers in (self._claims, self._moved, self._denied):
+            of_newcomers.pop(key, None)
 
     def new_tip(self, tip: Tip, now: float) -> None:
         """This peer is at that tip now. Claims of other tips are void until their newcomers repeat them."""
         self.is_over(now)
-        for key in [key for key, claim in self._claims.items() if claim.tip != tip]:
-            self.gone(key)
+        self._has_invited = False
+        self._claims = {key: claim for key, claim in self._claims.items() if claim.tip == tip}
 
     # -- what donors see
 

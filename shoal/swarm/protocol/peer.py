@@ -427,6 +427,8 @@ class Peer:
     def _on_call(self, sender: bytes, call: msg.Call, now: float) -> None:
         """A peer that believes to be the coordinator calls the round of a tip."""
         participant = self.participant
+        if call.seconds and self.view.has_room(now):
+            self.news += 1
         if call.tip != self.tip:
             self._send([sender], self.hello())
         elif participant.missed is not None:

@@ -356,6 +356,11 @@ class View:
         self._waits_until = min(now + seconds, self._waits_since + LONGEST_WAIT)
         return self._waits_until
 
+    def has_room(self, now: float) -> bool:
+        """The run waits for newcomers, so this peer need not `wait` any longer. Returns whether it did."""
+        waits, self._waits_until = now < self._waits_until, min(now, self._waits_until)
+        return waits
+
     def ignore(self, better_than: Tip, now: float, cost: float = 0.0) -> list[float]:
         """Ignore all states that outrank `better_than` for a while, because no member could send one.
 
