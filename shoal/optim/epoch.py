@@ -659,7 +659,7 @@ class Epoch:
         Rounds of a run's beginning are not replayed: each peer may have begun with parameters of its own."""
         swarm, first = self._run.swarm, self._replica.tip
         try:
-            while self.is_behind and 0 < (before := self._replica.tip).epoch and swarm.tip == before:
+            while self.is_behind and (before := self._replica.tip).epoch > 0 and swarm.tip == before:
                 if not self._run.learn_of_round():
                     break
                 if self._has_failed:

@@ -376,8 +376,8 @@ class Swarm:
         return msg.Count(report.tip, report.samples, report.rate, 1, False)
 
     async def learn_of_round(self, timeout: float = TELL_SECONDS) -> bool:
-        """Ask some members for the COMMIT of this tip's round, at most for `timeout` seconds, and believe what more than
-        half of the answers say.
+        """Ask some members for the COMMIT of this tip's round, and believe what more than half of the answers say. This
+        takes at most `timeout` seconds.
 
         Returns:
             Whether this peer has missed the round; then `average` fetches its result.
@@ -590,6 +590,9 @@ class Swarm:
                 return
         peer.has_result(exchange, commit, self._now(), missed=fetched)
         self._act()
+        if fetched:  # by now the others may have gone on, and this peer may believe that it coordinates
+            others = [PeerID(k) for k in commit.members if k != self.me.key and self._channel.is_connected(k)]
+            await asyncio.gather(*map(self.contacts.meet_peer, others[:MOST_ASKED]))
 
     # -- messages
 

@@ -9,11 +9,14 @@ import msgspec
 import pytest
 import torch
 
+from shoal.compression import Codec, Float16Compression, NoCompression, Uniform8BitQuantization
 from shoal.p2p.identity import PeerID
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.messages import After, Commit, Digests, Fetch
-from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.protocol.rules import Rules
+from tests.codecs import codecs_of
 from tests.simulation.swarms import Board, spawn_peer, spawn_swarm
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 
@@ -288,7 +291,7 @@ def test_members_that_do_not_know_the_round_are_no_votes_and_others_are_asked() 
 def test_a_pin_on_the_way_is_followed_and_another_state_forgets_the_rounds() -> None:
     async def scenario() -> None:
         world, board = World(4), Board()
-        one, other = veterans = await trainers_of(world, board, 2)
+        one, _ = veterans = await trainers_of(world, board, 2)
         await asyncio.gather(*(trainer.train(2) for trainer in veterans))
         newcomer = await late_by(world, board, veterans, 2)
         redo, tip = one.peer.swarm.peer.redo, one.tip
@@ -297,7 +300,58 @@ def test_a_pin_on_the_way_is_followed_and_another_state_forgets_the_rounds() -> 
         assert len(redo._rounds) == 2, "it is the same state"
         one.peer.swarm.move(tip.after(bytes(32), 1e6))
         assert not redo._rounds, "they do not lead there"
-        assert await newcomer.peer.swarm.learn_of_round()
-        assert isinstance(newcomer.tip, Tip)
+        assert await newcomer.peer.swarm.learn_of_round(), "the other still tells it"
 
     run(scenario(), until=100.0)
+
+
+@pytest.mark.parametrize("codec", [Float16Compression(), Uniform8BitQuantization(), NoCompression()])
+def test_a_compressed_result_comes_as_it_was_sent_and_has_the_same_bits(codec: Codec) -> None:
+    async def scenario() -> None:
+        rules = Rules(sizes=(40_000,), matchmaking_time=1.0, round_timeout=60.0, chunk_elements=5_000)
+        options: dict[str, Any] = {"rules": rules, "keeps_state": True, "redo_bytes": 1 << 20}
+        late, *others = peers = await spawn_swarm(World(1), 3, Board(), **options)
+        for peer in peers:
+            peer.codecs = codecs_of([peer.vector], codec)
+        results: list[torch.Tensor] = []
+        for number in range(4):
+            for other in others:
+                other.vector += number
+            await asyncio.gather(*(other.round(bound=True, patience=1.0) for other in others))
+            assert torch.equal(others[0].output, others[1].output)
+            results.append(others[0].output.clone())
+        encoded = [kept.chunks for kept in others[0].swarm.peer.redo._rounds.values()]
+        for number in range(4):
+            assert await late.swarm.learn_of_round()
+            outcome = await late.round(bound=True)
+            assert outcome.missed
+            assert torch.equal(late.output, results[number])
+            assert outcome.bytes_received < sum(map(len, encoded[number])) + 8_000
+        nbytes = codec.encoded_nbytes(5_000, torch.float32)
+        # When the first round began, nobody knew that somebody would miss it.
+        assert [{len(chunk) for chunk in chunks} for chunks in encoded] == [{20_000}, {nbytes}, {nbytes}, {nbytes}]
+
+    run(scenario(), until=200.0)
+
+
+def test_an_encoded_chunk_that_does_not_have_the_digest_is_refused() -> None:
+    async def scenario() -> None:
+        late, *others = peers = await spawn_swarm(World(1), 3, Board(), keeps_state=True)
+        for peer in peers:
+            peer.codecs = codecs_of([peer.vector], Float16Compression())
+        await asyncio.gather(*(other.round(bound=True, patience=1.0) for other in others))
+        outcome = await late.round(bound=True)
+        assert outcome.missed
+        exchange = late.exchange
+        assert exchange is not None
+        digest, size = exchange.book.digests[0], exchange.chunk_bytes(0).nbytes
+        exchange.encoded = {0: b"old"}
+        for payload in (bytes(size // 2), bytes(size // 2 - 1), bytes(size), b""):
+            with pytest.raises(RuleBroken, match="not the one that was committed"):
+                exchange.fetched(0, digest, memoryview(payload))
+        assert exchange.encoded == {}, "it is of an earlier version of the chunk"
+        out = torch.frombuffer(bytearray(exchange.chunk_bytes(0)), dtype=torch.float32)
+        exchange.fetched(0, digest, Float16Compression().encode(out))
+        assert exchange.book.digests[0] == digest
+
+    run(scenario(), until=200.0)

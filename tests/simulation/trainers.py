@@ -121,7 +121,7 @@ class Trainer:
         """As `Epoch._replay`."""
         swarm = self.peer.swarm
         with contextlib.suppress(Behind):
-            while self.is_behind and 0 < self.tip.epoch and swarm.tip == self.tip and await swarm.learn_of_round():
+            while self.is_behind and self.tip.epoch > 0 and swarm.tip == self.tip and await swarm.learn_of_round():
                 await self.average(0.0, self.patience)
 
     async def count(self) -> float:
