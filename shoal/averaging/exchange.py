@@ -45,6 +45,7 @@ class Exchange:
     Attributes:
         book: who owes which chunk to whom.
         progressed: a counter that grows with everything that arrives.
+        encoded: see `BytesExchange`.
 
     Raises:
         RuleBroken: if the plan of the round does not fit the vector.
@@ -77,6 +78,7 @@ class Exchange:
         self._started = False
         self._expected = Expected(Leases())  # output memory into which chunks are received directly
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
+        self.encoded: dict[int, bytes] | None = None
 
     def start(self, weight: float, leases: Leases) -> None:
         """Send the first parts, and reduce the chunks that are ready. Before this call the input is not read, and the
@@ -134,6 +136,7 @@ class Exchange:
                     out.copy_(codec.decode(buffers[0], out.dtype, out.numel()))
                 except ValueError as error:
                     raise RuleBroken(f"the result of chunk {chunk} can't be decoded: {error}") from error
+                self._keep_encoded(chunk, buffers[0])
             self._received(chunk, out)
         self._send_parts()
 
@@ -169,11 +172,15 @@ class Exchange:
         Args:
             chunk: its number.
             digest: the digest that the chunk must have.
-            data: the bytes of the chunk.
+            data: the bytes of the chunk, or the result as its reducer has encoded it. Their sizes differ.
 
         Raises:
             RuleBroken: if it does not have that digest.
         """
+        if self.encoded is not None:
+            self.encoded.pop(chunk, None)  # of an earlier version of the chunk
+        if data.nbytes != bytes_of(self._slice(self._outputs, chunk)).nbytes:
+            data = self._decoded(chunk, data)
         in_place, out = self._expected.stop(chunk), bytes_of(self._slice(self._outputs, chunk))
         # If two holders were asked because the first was late, the output memory may have received the other's bytes.
         in_place = in_place and blake3(out).digest() == digest
@@ -183,6 +190,19 @@ class Exchange:
             out[:] = data
         self.progressed += 1
         self.book.received(chunk, digest)
+
+    def _decoded(self, chunk: int, payload: memoryview) -> memoryview:
+        """The bytes of a chunk that came encoded."""
+        out, codec = self._slice(self._outputs, chunk), self._result_codecs[chunk]
+        try:
+            return bytes_of(torch.empty_like(out).copy_(codec.decode(payload, out.dtype, out.numel())))
+        except ValueError as error:
+            raise RuleBroken(f"chunk {chunk} is not the one that was committed: {error}") from error
+
+    def _keep_encoded(self, chunk: int, payload: memoryview) -> None:
+        """Keep that payload for the redo log, if it is wanted and the payload differs from the chunk's own bytes."""
+        if self.encoded is not None and payload.nbytes != self.chunk_bytes(chunk).nbytes:
+            self.encoded[chunk] = bytes(payload)
 
     def settle(self) -> None:
         """Update the residuals: the round was committed, and its result is used. Does nothing without error feedback,
@@ -275,6 +295,7 @@ class Exchange:
             encoded = codec.encode(out)
             if codec.lossy:
                 out.copy_(codec.decode(encoded, out.dtype, out.numel()))
+            self._keep_encoded(chunk, encoded)
             self._payloads.pop(chunk, None)
             book.reduced(chunk)
             message = Result(book.begin.round, chunk, book.plan)

@@ -22,7 +22,7 @@ from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.drift import Drift
-from shoal.optim.epoch_round import Averaged, EpochRound, report_of
+from shoal.optim.epoch_round import Averaged, EpochRound, OwnRounds, report_of
 from shoal.optim.forks import Forks
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.kept import Keeper, Kept, read_kept
@@ -430,11 +430,19 @@ class Epoch:
             finished(self._ending.result)
 
     def take_result(self, *, wait: bool) -> None:
-        """Apply the result of the background thread, if there is one. Raises what the thread raised.
+        """Apply the result of the background thread, if there is one. Raises what the thread raised, but if others have
+        ended the epoch without this peer, follow them.
 
         Args:
             wait: wait until the thread is done.
         """
+        try:
+            self._take_result(wait)
+        except Behind as error:
+            log.info("%s", error)
+            self._synchronise()
+
+    def _take_result(self, wait: bool) -> None:
         ending = self._ending
         if ending is None:
             return
@@ -447,12 +455,10 @@ class Epoch:
         try:
             with self._tracker.paused():
                 averaged = self._result()
-        except Behind as error:
-            log.info("%s", error)
+        except Behind:
             if self._drift is not None:
                 self._drift.take_back()
-            self._synchronise()
-            return
+            raise
         if averaged is not None:
             if not self._steps_in_background and not averaged.donors:
                 if on_loan:
@@ -544,8 +550,9 @@ class Epoch:
         """Make the donor that serves this peer's state to newcomers, under the name `service`."""
         node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
         gate, replica = self._run.swarm.gate, self._replica
+        line, asked = replica.line.to_wire, self._run.swarm.keep_redo_log
         return StateDonor(
-            node, service, self.take_snapshot, lambda: replica.tip, allow, self.priority, gate, replica.line.to_wire
+            node, service, self.take_snapshot, lambda: replica.tip, allow, self.priority, gate, line, asked
         )
 
     def priority(self) -> float:
@@ -644,8 +651,35 @@ class Epoch:
                 raise
             return False  # all peers that were asked have left meanwhile
 
+    def _replay(self) -> None:
+        """End the epochs that others have ended, one after another, each like an epoch whose round was missed. This
+        stops where nobody brings the next round, as after a download that has begun long ago.
+
+        Rounds of a run's beginning are not replayed: each peer may have begun with parameters of its own."""
+        swarm, first = self._run.swarm, self._replica.tip
+        try:
+            while self.is_behind and (before := self._replica.tip).epoch > 0 and swarm.tip == before:
+                if not self._run.learn_of_round():
+                    break
+                if self._has_failed:
+                    self.state = EpochState.ACCUMULATING
+                    if self._drift is not None:
+                        self._drift.take_back()
+                with self._tracker.paused():
+                    self._end_epoch()
+                self._take_result(wait=True)
+                if self._replica.tip == before:
+                    break
+                self._follow_pin()
+        except Behind as error:
+            log.info("%s", error)
+        if self._replica.tip != first:
+            # As after a download: the schedulers of frameworks have not stepped this peer's options.
+            self._replica.options.adopt(self._round.last_options)
+
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
-        """Download the state. If that fails, keep this peer's own, and try again after a while.
+        """Replay the rounds that this peer lacks, or download the state. If that fails, keep this peer's own, and try
+        again after a while.
 
         Raises:
             Rejected: if the state does not fit this peer, and this peer is a newcomer.
@@ -653,6 +687,8 @@ class Epoch:
         timeout, began = self._settings.load_state_timeout, time.monotonic()
         mine = self._replica.tip
         self._follow_pin()
+        if not donors and not isinstance(self._gradients, OwnRounds):
+            self._replay()
         if not donors and self._replica.tip != mine and not self.is_behind:
             return  # the others had followed the pin already
         donors = donors or self._run.donors()

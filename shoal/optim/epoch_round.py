@@ -191,6 +191,9 @@ def make_run(
         chunk_timeout=settings.next_chunk_timeout,
         **{name: given.get(name) for name in PLACE_TIMES},
         keeps_state=not settings.auxiliary,
+        # Beyond the bytes of a state, a newcomer is better off with a newer state. Nobody can replay rounds whose
+        # gradients were averaged elsewhere.
+        redo_bytes=0 if isinstance(gradients, OwnRounds) else replica.usual_nbytes,
         tensors=[
             described("parameters", replica.described, names),
             described("trained parameters", of_model, trained),
@@ -311,6 +314,11 @@ class EpochRound:
         self._options = b""
         self._waited_with = ("", "")  # the names of gradients and machine with which `average` waited last
         self._told_cost = self._told_unusable = False
+
+    @property
+    def last_options(self) -> bytes:
+        """The options of the last round's step."""
+        return b"" if self._opened is None else self._opened.options
 
     def vote(self) -> None:
         """Read this peer's options of the parameter groups, for the next round. Runs in the trainer's thread.

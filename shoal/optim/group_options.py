@@ -194,6 +194,14 @@ class GroupOptions:
                 if _are_equal(plain_or(group[name]), value):  # otherwise the step itself has changed it
                     put(group, name, kept)
 
+    def adopt(self, options: bytes) -> None:
+        """Take the run's encoded options as this peer's own, but not those of `scheduler=`, which has made its own."""
+        for name, values in (self._columns_of(options) if options else {}).items():
+            if not isinstance(values, bytes) and name not in self._scheduled:
+                for group, value in zip(self._groups(name), values, strict=True):
+                    _put_plain(group, name, value)
+        self._rates = self._visible_rates()
+
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
         if name in self._told or not self._is_current:
             return

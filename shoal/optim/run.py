@@ -265,6 +265,10 @@ class Run:
 
         return self._wait(download())
 
+    def learn_of_round(self) -> bool:
+        """See `Swarm.learn_of_round`."""
+        return self._wait(self.swarm.learn_of_round())
+
     def follow(self, tip: Tip, after: Tip | None = None) -> bool:
         """Tell the swarm that this peer's state is `tip` now.
 

@@ -43,6 +43,8 @@ from shoal.transfer.transfer import Downloaded, NoMemoryForState
 log = logging.getLogger(__name__)
 
 TENSORS_OF_OPTIMIZER = 16
+TENSORS_OF_ADAM = 3  # the parameters and two moments
+SCALARS_BYTES = 1 << 16  # of a small state: options, counts of steps
 """Limits the size of a download: the parameter itself, and 15 tensors of its shape, in float32 or in the parameter's
 dtype. No known optimizer keeps more."""
 
@@ -535,10 +537,16 @@ class Replica(TrainingState):
     @property
     def max_nbytes(self) -> int:
         """The largest size of a state of this model, in bytes."""
+        return self._nbytes_with(TENSORS_OF_OPTIMIZER) + MANIFEST_BYTES
+
+    @property
+    def usual_nbytes(self) -> int:
+        """The size of a state of this model with Adam, in bytes, or a little more."""
+        return self._nbytes_with(TENSORS_OF_ADAM) + SCALARS_BYTES
+
+    def _nbytes_with(self, tensors: int) -> int:
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self._sent_frozen])
-        return (
-            TENSORS_OF_OPTIMIZER * own + sum(t.element_size() * t.numel() for t in self.extra_tensors) + MANIFEST_BYTES
-        )
+        return tensors * own + sum(t.element_size() * t.numel() for t in self.extra_tensors)
 
     @property
     def is_averaged_whole(self) -> bool:

@@ -102,8 +102,9 @@ class StrandAverager(DecentralizedAverager):
         return self.step(weight=weight, scheduled_time=get_dht_time() + self._patience, wait=False)
 
     async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        if swarm.behind is not None:
-            await swarm.learn_of_round()
+        tip = swarm.tip
+        if swarm.behind is not None and not await swarm.learn_of_round() and swarm.tip == tip:
+            swarm.forget_behind()
         contribution = self._contribution(self._vector, control, hold, self._read)
         outcome = await self._average(swarm, control, contribution, deadline)
         # A member that hangs stays connected and does not join. So each wait for it is half as long as the last.

@@ -13,9 +13,10 @@ import math
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
+from blake3 import blake3
 from msgspec.structs import replace as replace_struct
 
 from shoal.p2p.errors import P2PError, Refused, Unavailable
@@ -70,6 +71,7 @@ class Place:
         request_timeout: the time, in seconds, within which the coordinator must answer; 10 if None.
         keeps_state: whether a tip names a state that this peer holds. Then the peer moves to the next tip only when it
             has the result of the round between the two.
+        redo_bytes: how many bytes of the results of past rounds this peer keeps while others may want them.
         tensors: the tensors behind the schema hash of the terms, to tell a peer with other ones which of them differ.
     """
 
@@ -80,6 +82,7 @@ class Place:
     reducer_timeout: float | None = None
     request_timeout: float | None = None
     keeps_state: bool = False
+    redo_bytes: int = 0
     tensors: Sequence[Tensors] = ()
 
 
@@ -138,7 +141,8 @@ class Swarm:
         self._signer = Signer(node.identity, run_id)
         options = {**terms.options, "protocol": msg.PROTOCOL}
         terms = replace_struct(terms, options=options, release=RELEASE)
-        self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=place.keeps_state)
+        keeps_state, redo_bytes = place.keeps_state, place.redo_bytes
+        self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=keeps_state, redo_bytes=redo_bytes)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self.loading: Loading | None = None
@@ -386,25 +390,39 @@ class Swarm:
         return msg.Count(report.tip, report.samples, report.rate, 1, False)
 
     async def learn_of_round(self, timeout: float = TELL_SECONDS) -> bool:
-        """Ask some members that are past the round of this tip for its COMMIT, and wait at most `timeout` seconds.
-        Returns whether this peer has missed the round; then `average` fetches its result. If not, this peer ignores
-        the claims of these members for a while."""
-        before, began, asks = self.tip, self._now(), msg.Progress(self.tip, 0.0, 0.0, counted=False)
-        told = [key for key, tip in self.contacts.told.items() if tip.outranks(before)]
-        reached = [key for key in told if self.peer.view.reaches(key) and not self.peer.view.ignores(key, began)]
+        """Ask some members for the COMMIT of this tip's round, and believe what more than half of the answers say. This
+        takes at most `timeout` seconds.
+
+        Returns:
+            Whether this peer has missed the round; then `average` fetches its result.
+        """
+        before, began = self.tip, self._now()
+        view = self.peer.view
+        reached = [k for k in view.others() if view.reaches(k) and view.keeps_state(k) and not view.ignores(k, began)]
+        # Different members at each tip, as some may lie: nobody can choose its key so that it is always asked.
+        in_order = iter(sorted(reached, key=lambda key: blake3(before.lineage + key).digest()))
+        answers: list[msg.Commit] = []
+        under_way: set[asyncio.Task[None]] = set()
 
         async def ask(key: bytes) -> None:
             with contextlib.suppress(P2PError, TimeoutError):
-                await self._channel.ask(key, asks, timeout)
+                answers.append(await self._channel.call(key, msg.After(before), msg.Commit, timeout))
 
-        first = before.epoch % max(1, len(reached))  # ask different members each time, as some may lie
-        asked = (sorted(reached) * 2)[first : first + min(len(reached), MOST_ASKED)]
-        under_way = {self.node.spawn(ask(key)) for key in asked}
-        while under_way and self.tip == before and not self.missed:
+        while self.tip == before and not self.missed and self._now() < began + timeout:
+            # Others are asked in place of those that do not know it, such as members at this tip, or newcomers.
+            for key in islice(in_order, MOST_ASKED - len(under_way) - len(answers)):
+                under_way.add(self.node.spawn(ask(key)))
+            if not under_way or len(answers) > MOST_ASKED // 2:
+                self.peer.answered_after(answers, self._now())
+                self._act()
+            if not under_way:
+                break
             _, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-        if self.tip == before and not self.missed:
-            self.forget_behind(self._now() - began)
         return self.missed
+
+    def keep_redo_log(self) -> None:
+        """Somebody downloads this peer's state, so it will want the rounds that follow."""
+        self.peer.redo.want(self._now())
 
     async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
         """React to a coordinator's answer to a message about the state `tip`. ELSEWHERE says that another peer is the
@@ -576,6 +594,9 @@ class Swarm:
                 return
         peer.has_result(exchange, commit, self._now(), missed=fetched)
         self._act()
+        if fetched:  # by now the others may have gone on, and this peer may believe that it coordinates
+            others = [PeerID(k) for k in commit.members if k != self.me.key and self._channel.is_connected(k)]
+            await asyncio.gather(*map(self.contacts.meet_peer, others[:MOST_ASKED]))
 
     # -- messages
 

@@ -35,7 +35,14 @@ SPARE_SECONDS: Final = 5.0  # a snapshot with readers makes room for another one
 
 
 class GetManifest(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Asks the donor which state it offers."""
+    """Asks the donor which state it offers.
+
+    Attributes:
+        tip: the state that the newcomer wants, because it has parts of it. Without it, or if the donor has no snapshot
+            of that state, the donor offers its present state.
+    """
+
+    tip: Tip | None = None
 
 
 class Offer(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -131,6 +138,7 @@ class StateDonor:
         priority: returns the priority of this state among those of other donors; 0 by default.
         gate: the gate of a closed run. Only members that may train get its state.
         line: returns the lineages of the state, see `Offer`; empty by default.
+        asked: called each time that a newcomer asks for the state or a chunk of it.
 
     Attributes:
         allow: as given; may be changed.
@@ -147,8 +155,9 @@ class StateDonor:
         priority: Callable[[], float] = lambda: 0.0,
         gate: Gate | None = None,
         line: Callable[[], bytes] = bytes,
+        asked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.allow, self._gate, self._line = allow, gate, line
+        self.allow, self._gate, self._line, self._asked = allow, gate, line, asked
         self.asked_at = float("-inf")
         self._node, self._service = node, transfer_service(service_name, gate)
         self._take_snapshot, self._current_tip, self._priority = take_snapshot, current_tip, priority
@@ -169,18 +178,21 @@ class StateDonor:
         if self._gate is not None:
             self._gate.require(peer, *STATES)
         self.asked_at = now()
+        self._asked()
         match message:
             case GetManifest():
-                return self._offer(peer) if self.allow else Reply(Withheld())
+                return self._offer(peer, message.tip) if self.allow else Reply(Withheld())
             case GetChunk() if self.allow:
                 return self._chunk(message)
         raise Refused("not a request" if self.allow else "this peer does not share its state")
 
-    async def _offer(self, peer: PeerID) -> Reply:
+    async def _offer(self, peer: PeerID, wanted: Tip | None) -> Reply:
         for other in self._held.values():  # a peer that asks for an offer again does not read the last one any more
             other.readers.discard(peer)
-        held = next(reversed(self._held.values()), None)
-        if held is None or (held.state.manifest.tip != self._current_tip() and self._make_room()):
+        newest = next(reversed(self._held.values()), None)
+        held = next((held for held in self._held.values() if held.state.manifest.tip == wanted), newest)
+        is_old = held is not None and held.state.manifest.tip not in (wanted, self._current_tip())
+        if held is None or (is_old and self._make_room()):
             if self._preparing is None:
                 self._preparing = self._node.spawn(self._prepare())
             preparing = self._preparing

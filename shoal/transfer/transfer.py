@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.compression import Codec, CodecPlan, CodecSpan, NoCompression, codec_by_name
 from shoal.flat import Layout, bytes_of
 from shoal.flat.allocation import empty, memory_for
-from shoal.p2p.errors import P2PError
+from shoal.p2p.errors import P2PError, PeerLost, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Expected, Leases
 from shoal.p2p.node import Node, Reply, Service
@@ -37,6 +37,7 @@ OFFER_SECONDS: Final = 15.0  # do not wait longer for the offers of donors
 # How often offers are asked for again because the swarm does not wait for this peer. Each time costs a donor a
 # snapshot.
 MAX_STALE: Final = 5
+STOOD_STILL: Final = 2.0  # if the download wakes up later than it wanted by so many seconds, its process was stopped
 
 Reserve = Callable[[Tip, Sequence[PeerID], int], Awaitable[bool]]
 
@@ -158,9 +159,15 @@ class _Fetch:
         spans += [CodecSpan(1 + buffer, start, stop, codecs[name]) for buffer, start, stop, name in manifest.spans]
         self.codecs = CodecPlan(tuple(spans), len(self.parts))
         sizes = [self._encoded_nbytes(number) for number in range(len(self.chunks))]
-        self.plan = DownloadPlan(manifest.chunk_digests, sizes, donors)
+        self._sizes, self.plan = sizes, DownloadPlan(manifest.chunk_digests, sizes, donors)
         self.nbytes = 0
         self.expected = Expected(leases)
+
+    def go_on_with(self, donors: Iterable[PeerID]) -> None:
+        """All donors have failed. Fetch what is missing from these."""
+        before, have = self.plan, set(range(len(self.chunks))) - self.plan.missing
+        self.plan = DownloadPlan(self.manifest.chunk_digests, self._sizes, donors, have=have)
+        self.plan.chunks_from.update(before.chunks_from)
 
     def _place(self, number: int) -> tuple[Tensor, Codec]:
         """The memory for a chunk, and its codec."""
@@ -218,6 +225,7 @@ class _Download:
     _dropped: dict[PeerID, str] = field(init=False, default_factory=dict)
     _withheld: set[PeerID] = field(init=False, default_factory=set)
     _unwanted: set[PeerID] = field(init=False, default_factory=set)
+    _parted: set[PeerID] = field(init=False, default_factory=set)  # whose state or connection was lost meanwhile
     _fetch: _Fetch | None = field(init=False, default=None)
     _movements: dict[PeerID, Movement] = field(init=False, default_factory=dict)
     _lack: NoMemoryForState | None = field(init=False, default=None)  # raised while something arrived
@@ -251,6 +259,9 @@ class _Download:
                         self._ask_offers()
                     elif (downloaded := await self._download(manifest, holders)) is not None:
                         return downloaded
+                    elif not self._offers and self._parted and stale < MAX_STALE:
+                        stale += 1  # this process was stopped, or away from the network: the donors may be there still
+                        self._ask_offers(again=manifest.tip)
         except TimeoutError:
             raise DownloadFailed(f"no part of a state has arrived for {self.timeout:g} s. {self._story()}") from None
 
@@ -267,16 +278,21 @@ class _Download:
 
     # -- which state
 
-    def _ask_offers(self) -> None:
+    def _ask_offers(self, again: Tip | None = None) -> None:
+        """Ask all donors for offers, except those that were dropped. With `again`, ask those that are `_parted`, too,
+        for that state."""
         self._offers.clear()
         self._waiting_until = now() + OFFER_SECONDS
+        for donor in self._parted if again is not None else ():
+            self._dropped.pop(donor, None)
+        self._parted.clear()
         for donor in self.donors:
             if donor not in self._dropped:
-                self._begin(self._ask_offer, donor)
+                self._begin(self._ask_offer, donor, again)
 
-    async def _ask_offer(self, donor: PeerID) -> None:
+    async def _ask_offer(self, donor: PeerID, again: Tip | None) -> None:
         try:
-            reply = await self.node.call_for_buffers(donor, self.service, GetManifest(), timeout=self.timeout)
+            reply = await self.node.call_for_buffers(donor, self.service, GetManifest(again), timeout=self.timeout)
             if isinstance(reply.body, Withheld):
                 self._withheld.add(donor)
                 raise ValueError("this peer does not share its state")
@@ -333,13 +349,19 @@ class _Download:
     async def _download(self, manifest: Manifest, holders: Sequence[PeerID]) -> Downloaded | None:
         """Fetch that state. Returns None if all of its holders have failed."""
         direct = [donor for donor in holders if donor not in self.relayed]
-        fetch = self._fetch = _Fetch(manifest, direct or holders, self.node.transport.leases)
-        plan = fetch.plan
+        if self._fetch is not None and self._fetch.id == manifest.id:
+            self._fetch.go_on_with(direct or holders)
+        else:
+            self._fetch = None  # first, because its memory may be needed
+            self._fetch = _Fetch(manifest, direct or holders, self.node.transport.leases)
+        fetch, plan = self._fetch, self._fetch.plan
         while plan.missing and not plan.failed:
             self._look_who_sends(plan)
             for donor, chunk in plan.next_requests(now()):
                 self._begin(self._ask_chunk, fetch, donor, chunk)
-            await self._event(plan.next_check())
+            await self._event(check := plan.next_check())
+            if check is not None and now() > check + STOOD_STILL:
+                plan.stood_still(now())
             if plan.failed:
                 for donor in self._holders(manifest):
                     plan.add_donor(donor)
@@ -348,7 +370,6 @@ class _Download:
             del self._offers[donor]
         if plan.failed:
             fetch.expected.close()
-            self._fetch = None
             return None
         buffers, lossy, scalars = fetch.parts[1:], fetch.codecs.lossy, bytes(bytes_of(fetch.parts[0]))
         seconds = now() - self._start
@@ -366,12 +387,15 @@ class _Download:
                 self._progressed()
 
     async def _ask_chunk(self, fetch: _Fetch, donor: PeerID, chunk: int) -> None:
+        plan = fetch.plan
         try:
             fetch.expect(donor, chunk)
             request = GetChunk(fetch.id, chunk)
             reply = await self.node.call_for_buffers(donor, self.service, request, timeout=self.timeout)
         except (P2PError, TimeoutError) as error:
-            fetch.plan.donor_failed(donor, str(error) or "did not answer in time")
+            if isinstance(error, PeerLost | Refused):
+                self._parted.add(donor)
+            plan.donor_failed(donor, str(error) or "did not answer in time")
         else:
             fetch.take(donor, chunk, reply)
             self._progressed()

@@ -149,6 +149,7 @@ async def spawn_peer(
     terms: Terms = TERMS,
     chunk_timeout: float | None = None,
     keeps_state: bool = False,
+    redo_bytes: int = 0,
     start: bool = True,
     again: PeerID | None = None,
 ) -> Peer:
@@ -169,7 +170,9 @@ async def spawn_peer(
     generator = torch.Generator().manual_seed(world.rng.randrange(1 << 30))
     vector = torch.randn(elements, generator=generator)
     commits: list[Commit] = []
-    place = Place(role=role, bandwidth=bandwidth, chunk_timeout=chunk_timeout, keeps_state=keeps_state)
+    place = Place(
+        role=role, bandwidth=bandwidth, chunk_timeout=chunk_timeout, keeps_state=keeps_state, redo_bytes=redo_bytes
+    )
     swarm = Swarm(node, node.addresses, directory, run_id, terms, rules, place)
     if relayed:
         swarm.peer.view.say(msgspec.structs.replace(swarm.me, addresses=(circuit_to(node),), reach=Reach.RELAYED))

@@ -77,7 +77,8 @@ class Trainer:
         def priority() -> float:
             return -1.0 if self.is_behind else 0.0
 
-        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=priority, line=self.line.to_wire)
+        line, asked = self.line.to_wire, self.peer.swarm.keep_redo_log
+        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=priority, line=line, asked=asked)
 
     @property
     def is_behind(self) -> bool:
@@ -87,6 +88,10 @@ class Trainer:
 
     async def catch_up(self, donors: list[Trainer], awaited: bool = True) -> None:
         peers = [donor.peer.node.peer_id for donor in donors]
+        before = self.tip
+        await self.replay()
+        if self.tip != before and not self.is_behind:
+            return
         mine, is_behind = self.tip, self.is_behind
 
         def wanted(tip: Tip) -> bool:
@@ -114,6 +119,13 @@ class Trainer:
         await asyncio.gather(*map(self.peer.swarm.contacts.meet_peer, result.chunks_from))
         self.downloaded.append(result.manifest.tip)
         self.at_state(self)
+
+    async def replay(self) -> None:
+        """As `Epoch._replay`."""
+        swarm = self.peer.swarm
+        with contextlib.suppress(Behind):
+            while self.is_behind and self.tip.epoch > 0 and swarm.tip == self.tip and await swarm.learn_of_round():
+                await self.average(0.0, self.patience)
 
     async def count(self) -> float:
         """Until the round is called; returns this peer's samples."""

@@ -17,6 +17,7 @@ from shoal.swarm.protocol.messages import (
     MAX_CHUNKS,
     MAX_OPTIONS,
     Abort,
+    After,
     Begin,
     Broken,
     Call,
@@ -94,6 +95,7 @@ GOOD: list[msgspec.Struct] = [
     Description(),
     DOUBT,
     TakeOver(TIP, (DOUBT,)),
+    After(TIP),
 ]
 
 decoder = msgspec.msgpack.Decoder(Message)
@@ -112,7 +114,7 @@ def test_a_message_survives_the_wire(message: msgspec.Struct) -> None:
 
 def test_every_message_has_a_number_of_its_own() -> None:
     tags = [kind.__struct_config__.tag for kind in get_args(Message)]
-    assert len(set(tags)) == len(tags) == 32
+    assert len(set(tags)) == len(tags) == 33
 
 
 BAD_AMOUNTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf, 2e300, "1", None]
@@ -151,6 +153,7 @@ def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
         *of(Join, "tip", *BAD_TIPS),
         *of(Hello, "tip", *BAD_TIPS),
         *of(Call, "tip", *BAD_TIPS),
+        *of(After, "tip", *BAD_TIPS),
         *of(Begin, "tip", *BAD_TIPS),
         *of(Commit, "tip", *BAD_TIPS),
         *of(Hello, "members", TOO_MANY),

@@ -31,6 +31,7 @@ class Digests:
 
     def __init__(self, book: Book, send: SendTo) -> None:
         self.book, self._send, self.progressed = book, send, 0
+        self.encoded: dict[int, bytes] | None = None
 
     def start(self, weight: float, leases: Leases) -> None:
         self._reduce(self.book.put_out(()))

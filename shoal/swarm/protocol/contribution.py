@@ -36,10 +36,13 @@ class BytesExchange(Protocol):
     Attributes:
         book: who owes which chunk to whom.
         progressed: a counter that grows with everything that arrives.
+        encoded: None, or the results by chunk as their reducers have encoded them, as far as they came so, for the redo
+            log. The owner of the exchange sets it to an empty dictionary before the round.
     """
 
     book: Book
     progressed: int
+    encoded: dict[int, bytes] | None
 
     def start(self, weight: float, leases: Leases) -> None:
         """Send the first parts. `weight` is the weight of this member's input. Until `close`, memory of the output is
@@ -61,8 +64,8 @@ class BytesExchange(Protocol):
         """Register the output memory of a chunk in `leases`: this peer is about to ask that holder for the chunk."""
 
     def fetched(self, chunk: int, digest: bytes, data: memoryview) -> None:
-        """A chunk that this peer has asked a holder for has arrived. Raises RuleBroken if it does not have that
-        digest."""
+        """A chunk that this peer has asked a holder for has arrived, uncompressed or as its reducer has encoded it.
+        Raises RuleBroken if it does not have that digest."""
 
     def close(self) -> None:
         """Stop: chunks that still arrive are not written to the output."""

@@ -34,6 +34,7 @@ class DownloadPlan:
         sizes: the size of each chunk as it is sent, in bytes, by its number.
         donors: the donors, in the order in which they are asked first.
         give_up: see above, in seconds; 20 by default.
+        have: the chunks that need not be downloaded.
 
     Attributes:
         missing: the chunks that have not arrived yet.
@@ -46,12 +47,17 @@ class DownloadPlan:
     patience = 5.0
 
     def __init__(
-        self, digests: Sequence[bytes], sizes: Sequence[int], donors: Iterable[PeerID], give_up: float = 20.0
+        self,
+        digests: Sequence[bytes],
+        sizes: Sequence[int],
+        donors: Iterable[PeerID],
+        give_up: float = 20.0,
+        have: Iterable[int] = (),
     ) -> None:
         self._digests, self._sizes, self.give_up = digests, sizes, give_up
-        self.missing = set(range(len(digests)))
+        self.missing = set(range(len(digests))).difference(have)
         # Missing chunks that no donor was asked for, or only late ones.
-        self._waiting = deque(range(len(digests)))
+        self._waiting = deque(sorted(self.missing))
         self._asked: dict[PeerID, set[int]] = {donor: set() for donor in donors}
         self._heard: dict[PeerID, float] = {}  # when a donor that owes something last sent, or began to owe
         self._late: set[PeerID] = set()
@@ -69,6 +75,12 @@ class DownloadPlan:
     def owing(self) -> list[PeerID]:
         """The donors that owe chunks."""
         return [donor for donor, owed in self._asked.items() if owed]
+
+    def stood_still(self, now: float) -> None:
+        """This process was stopped, so it has read nothing meanwhile. No donor was silent."""
+        for donor in self.owing:
+            self._heard[donor] = self._brought[donor] = now
+        self._allowed = None
 
     def is_sending(self, donor: PeerID, now: float) -> None:
         """A part of a chunk has arrived from that donor."""

@@ -19,6 +19,7 @@ differ | | Unjoin | member → coordinator | my JOIN is void |
 | Survey → Have, Elsewhere or Hello | coordinator → members | these are out; which chunks do you hold? |
 | Repair → Follows | coordinator → members | the missing chunks come from these members now |
 | Fetch → Result | member → holder | send me that chunk |
+| After → Commit | member → member past that state | which round followed it? |
 | Digests → Committed | member → holder | I missed that round: what was it? |
 | Commit | coordinator → members, passed on | this digest is the result: apply it |
 | Abort | coordinator → members | this round ends without a result |
@@ -386,7 +387,8 @@ class Repair(msgspec.Struct, tag=15, array_like=True, frozen=True, dict=True):
 
 
 class Fetch(msgspec.Struct, tag=16, array_like=True, frozen=True):
-    """Asks the receiver for the average of a chunk, uncompressed."""
+    """Asks the receiver for the average of a chunk. It comes uncompressed, or from the redo log as its reducer has
+    encoded it."""
 
     round: Round
     chunk: Chunk
@@ -441,7 +443,7 @@ class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
 
 
 class Digests(msgspec.Struct, tag=21, array_like=True, frozen=True):
-    """Asks for the chunk digests of the last committed round, if it is `round`."""
+    """Asks for the chunk digests of a committed round: the last one, or one in the redo log."""
 
     round: Round
 
@@ -513,8 +515,14 @@ class TakeOver(msgspec.Struct, tag=31, array_like=True, frozen=True):
     doubts: Doubts
 
 
+class After(msgspec.Struct, tag=32, array_like=True, frozen=True):
+    """Asks which round has followed the state `tip`. The answer is its Commit."""
+
+    tip: Tip
+
+
 Message = (
     Hello | Progress | Count | Call | Join | Joined | Elsewhere | Begin | Part | Result | Done | Broken | Survey | Have
     | Repair | Fetch | Commit | Abort | Ping | Pong | Digests | Committed | Orphaned | Leave | Follows
-    | Waiting | Unjoin | Describe | Description | Doubt | TakeOver | Moves
+    | Waiting | Unjoin | Describe | Description | Doubt | TakeOver | After | Moves
 )  # fmt: skip

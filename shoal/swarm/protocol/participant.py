@@ -27,6 +27,7 @@ from shoal.swarm.protocol.book import (
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
 from shoal.swarm.protocol.rates import Rates
+from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
@@ -66,6 +67,7 @@ class Participant:
         out: receives the actions.
         silence: watches the members that owe something.
         signer: checks the signatures of others.
+        redo: the redo log. By default it keeps nothing.
 
     Attributes:
         state: see `State`.
@@ -101,9 +103,16 @@ class Participant:
     """
 
     def __init__(
-        self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence, signer: Signer
+        self,
+        view: View,
+        tip: Tip,
+        terms: msg.Terms,
+        out: list[Action],
+        silence: Silence,
+        signer: Signer,
+        redo: RedoLog | None = None,
     ) -> None:
-        self.signer = signer
+        self.signer, self.redo = signer, redo or RedoLog(0)
         self.view, self.tip, self.terms, self.silence, self._out = view, tip, terms, silence, out
         self.me = view.me.key
         self.state = State.IDLE
@@ -480,6 +489,7 @@ class Participant:
         try:
             self.gathered = _gathered.decode(buffers[0]) if buffers else {}
             self.exchange = self.input.open(begin, self._send, self.complain)
+            self.exchange.encoded = {} if self.redo.is_wanted(now) else None
         except (RuleBroken, msgspec.MsgspecError) as error:
             self.leave()
             self._cannot_use(begin, str(error))
@@ -604,11 +614,16 @@ class Participant:
                 self.complain(holder, reason, fault=False)
             self._check_done()
 
+    def result_of(self, round_id: bytes) -> BytesExchange | None:
+        """The exchange of that round, if this peer is in the round, or the round is the last one that was committed."""
+        exchange = self.exchange or self._last
+        return exchange if exchange is not None and exchange.book.begin.round == round_id else None
+
     def on_fetch(self, message: msg.Fetch | msg.Digests) -> Reply | msg.Committed:
         """Another peer asks for chunks or digests of a round's result. Raises Refused if this peer does not have
         them."""
-        exchange = self.exchange or self._last
-        if exchange is None or exchange.book.begin.round != message.round:
+        exchange = self.result_of(message.round)
+        if exchange is None:
             raise Refused("this peer does not have that round's result any more")
         book = exchange.book
         if isinstance(message, msg.Digests):

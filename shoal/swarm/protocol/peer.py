@@ -4,7 +4,7 @@ turn."""
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.participant import Participant, State
+from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
@@ -50,9 +51,11 @@ class Peer:
         signer: signs this peer's messages.
         keeps_state: whether a tip names a state that this peer holds. Then the peer moves to the next tip only when it
             has the result of the round between the two.
+        redo_bytes: how many bytes of results the redo log keeps.
 
     Attributes:
         participant: the member's side.
+        redo: the redo log.
         lead: the coordinator's side; it is `over` unless it is this peer's turn.
         doubts: the doubts about the coordinators of its tip.
         newcomers: whether the run may wait for newcomers, and until when.
@@ -65,13 +68,22 @@ class Peer:
     """
 
     def __init__(
-        self, view: View, terms: msg.Terms, rules: Rules, silence: Silence, signer: Signer, *, keeps_state: bool
+        self,
+        view: View,
+        terms: msg.Terms,
+        rules: Rules,
+        silence: Silence,
+        signer: Signer,
+        *,
+        keeps_state: bool,
+        redo_bytes: int = 0,
     ) -> None:
         self.view, self.terms, self.rules, self.signer, self.keeps_state = view, terms, rules, signer, keeps_state
         self.news = self.changes = 0
         self.tips: deque[tuple[bytes, Tip]] = deque(maxlen=MAX_TIPS)
         self.out: list[Action] = []
-        self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer)
+        self.redo = RedoLog(redo_bytes)
+        self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer, self.redo)
         self._me = view.me.key
         self._history = History()
         self.newcomers = Newcomers(rules.wait_for_newcomers)
@@ -131,7 +143,12 @@ class Peer:
             case msg.Repair():
                 return participant.on_repair(sender, message)
             case msg.Fetch() | msg.Digests():
-                return participant.on_fetch(message)
+                return self.redo.answer(message, now) or participant.on_fetch(message)
+            case msg.After():
+                known = (commit for commit in participant.commits if commit.tip == message.tip)
+                if (next_one := self.redo.after(message, now) or next(known, None)) is None:
+                    raise Refused("this peer does not know which round has followed that state")
+                return next_one
             case msg.Ping():
                 return self._pong(message)
             case msg.Part() | msg.Result():
@@ -319,6 +336,8 @@ class Peer:
         download, tells them the old state as well: it may be on a side of a fork of which they have not heard."""
         if self.tip.epoch and not made:
             self._send(self.view.others(), self.hello())
+        if not tip.is_state_of(self.tip):
+            self.redo.clear()
         self.participant.move(tip)
         self.participant.made |= made
         self._history.skipped()
@@ -367,11 +386,26 @@ class Peer:
         self._resign(commit)
         self.news += 1
 
+    def answered_after(self, commits: Sequence[msg.Commit], now: float) -> None:
+        """Members that are past this peer's tip have answered AFTER with these commits. This peer has missed the round
+        that more than half of them name. Its coordinator may be a peer that it has never met."""
+        participant, votes = self.participant, Counter(commit.next_tip for commit in commits)
+        for commit in commits if participant.missed is None else ():
+            is_most = commit.tip == self.tip and 2 * votes[commit.next_tip] > len(commits)
+            if is_most and self._is_valid(commit, now):
+                participant.miss(commit)
+                self._resign(commit)
+                self.news += 1
+                return
+
     def _is_credible(self, commit: msg.Commit, now: float) -> bool:
         """Whether that commit is signed by a peer that may decide, and no void commit of that peer is too recent."""
+        return self._may_decide(commit.coordinator) and self._is_valid(commit, now)
+
+    def _is_valid(self, commit: msg.Commit, now: float) -> bool:
+        """Whether that commit is signed by its coordinator, and no void commit of that peer is too recent."""
         until, _ = self._void.get(commit.coordinator, (now, 0.0))
-        by = commit.coordinator
-        return until <= now and self._may_decide(by) and self._is_signed(commit, by)
+        return until <= now and self._is_signed(commit, commit.coordinator)
 
     def _may_decide(self, key: bytes) -> bool:
         """Whether that peer may coordinate a round of this tip: it is or was a member here. Otherwise an attacker could
@@ -397,7 +431,10 @@ class Peer:
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may behave well for a while
             self._void.pop(commit.coordinator, None)
+        if not {*commit.members} <= {m.key for m in commit.view} or self.view.misses(commit.tip, commit.members):
+            self.redo.want(now)
         self.participant.advance(commit)
+        self.redo.keep(commit, self.participant.result_of(commit.round), now)
         self.view.advanced(commit.members, commit.tip, commit.next_tip)
         self._new_tip(now)
 
@@ -406,8 +443,9 @@ class Peer:
         self.participant.has_result(exchange, commit, missed=missed)
         if commit is self.participant.missed:
             self._advance(commit, now)
-            # The members of the round believe that this peer is behind.
-            self._send(self.view.others(), self.hello())
+            # The members of the round believe that this peer is behind. If it is, it replays the next round now.
+            if self.participant.behind(now) is None:
+                self._send(self.view.others(), self.hello())
 
     def give_up_missed(self, now: float) -> None:
         """No member can send the result of the missed round. So its COMMIT is void, and the round is repeated."""
@@ -635,6 +673,8 @@ class Peer:
     def lost(self, key: bytes, known: bool, now: float) -> None:
         """A peer is lost. `known` says whether it was a member until now."""
         participant = self.participant
+        if known:
+            self.redo.want(now)  # it may come back
         self._joining.pop(key, None)
         self._shown.pop(key, None)
         self.newcomers.gone(key)
@@ -835,6 +875,7 @@ class Peer:
         """Check whether the round makes progress and has a coordinator. Called every second. See `Participant.look`."""
         self.participant.look(moved, now)
         self._tell_moves(self.newcomers.look(moved, now))
+        self.redo.look(now)
         silence = self.participant.silence
         self.lead.saw(self._me, silence.signs, now)
         # A member that lacks something complains before this time is over.

@@ -274,6 +274,13 @@ class View:
         claim = self._claims.get(key)
         return claim is not None and claim.behind
 
+    def misses(self, tip: Tip, keys: Iterable[bytes]) -> bool:
+        """Whether a member that keeps a state was at that tip, and is not among the members of its round, `keys`."""
+        there = set(keys)
+        return any(
+            claim.tip == tip and key not in there and self.keeps_state(key) for key, claim in self._claims.items()
+        )
+
     def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
         """A member has said that it holds the state `tip`, which may be `behind` this peer's state. Returns whether the
         member becomes a candidate by that, or stops being one."""
