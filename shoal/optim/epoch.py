@@ -687,8 +687,10 @@ class Epoch:
         timeout, began = self._settings.load_state_timeout, time.monotonic()
         mine = self._replica.tip
         self._follow_pin()
-        if not donors and not isinstance(self._gradients, OwnRounds):
-            self._replay()
+        if not donors and not isinstance(self._gradients, OwnRounds) and self.is_behind:
+            with self._run.loading():
+                self._run.replays()
+                self._replay()
         if not donors and self._replica.tip != mine and not self.is_behind:
             return  # the others had followed the pin already
         donors = donors or self._run.donors()

@@ -265,6 +265,12 @@ class Run:
 
         return self._wait(download())
 
+    def replays(self) -> None:
+        """Within `loading`: this peer is about to replay rounds, and the members hear how long that takes."""
+        donors, loading = self.donors(), self.swarm.loading
+        assert loading is not None
+        self.call(lambda: loading.replay(donors))
+
     def learn_of_round(self) -> bool:
         """See `Swarm.learn_of_round`."""
         return self._wait(self.swarm.learn_of_round())

@@ -64,7 +64,8 @@ class Loading:
     ) -> None:
         self._channel, self._contacts, self._peer, self._timeout = channel, contacts, peer, timeout
         self._result_bytes, self.rate = result_bytes, rate
-        self._state: Tip | None = None  # the state that it downloads
+        self._state: Tip | None = None  # the state that it downloads; None if it is at `Peer.tip`, and replays
+        self._told: dict[bytes, Tip] = {}  # the tips of holders, as they have told them
         self._nbytes = 0  # of that state
         self._holders: Sequence[PeerID] = ()
         self._coordinator: Sequence[bytes] = ()  # its key, if it is known and no holder of the state
@@ -86,13 +87,20 @@ class Loading:
         Returns:
             Whether the round that follows the state has not begun yet, or this peer can replay it.
         """
+        self._begin(state, holders, nbytes)
+        return await self._tell()
+
+    def replay(self, holders: Sequence[PeerID]) -> None:
+        """This peer is about to replay the rounds that follow its state. `holders` are members that are past it."""
+        self._begin(None, holders, 0)
+
+    def _begin(self, state: Tip | None, holders: Sequence[PeerID], nbytes: int) -> None:
         self._state, self._holders, self._nbytes = state, holders, nbytes
         self._before = self._passed()
         self._samples.clear()
-        is_heard = await self._tell()
+        self._told = {holder.key: told for holder in holders if (told := self._contacts.told.get(holder.key))}
         if self._task is None:
             self._task = self._channel.node.spawn(self._keep_telling())
-        return is_heard
 
     async def unless_refused(self, download: Coroutine[Any, Any, T]) -> T:
         """Await the download. Raises DoesNotFit, and cancels the download, if it can't lead this peer into the run."""
@@ -135,16 +143,15 @@ class Loading:
 
     def _ahead(self, state: Tip) -> Tip:
         """The tip at which most of the holders are, if it is ahead of the state, and this peer can get there."""
-        told = Counter(self._contacts.told[holder.key] for holder in self._holders if holder.key in self._contacts.told)
+        told = Counter(self._told.values())
         ahead = [tip for tip in told if tip.outranks(state)]
         if self._result_bytes is None or not ahead:
             return state
         return max(ahead, key=lambda tip: (told[tip], tip.epoch))
 
     async def _tell(self) -> bool:
-        """Tell the holders, and the coordinator, how long it still takes. Returns whether the coordinator has heard."""
-        state, passed = self._state, self._passed() - self._before
-        assert state is not None
+        """Tell the holders, and the coordinator, how long it still takes. Returns as `reserve`."""
+        state, passed = self._state or self._peer.tip, self._passed() - self._before
         rate, ahead = self._rate(passed), self._ahead(state)
         left = max(0.0, WHOLE * self._nbytes - passed)
         rounds = (ahead.epoch - state.epoch) * (self._result_bytes or 0.0)
@@ -161,7 +168,13 @@ class Loading:
         # Each epoch would bring less than what one takes.
         falls_behind = one > self._pause.epoch > 0 and self._nbytes / rate > self._pause.epoch if rate else False
         is_refused = isinstance(answer, msg.Pause) and asks and not answer.seconds and falls_behind
-        if rate and left and not self._refused.done() and (is_refused or (is_late and one > self._pause.epoch)):
+        if (
+            rate
+            and self._state
+            and left
+            and not self._refused.done()
+            and (is_refused or (is_late and one > self._pause.epoch))
+        ):
             self._refused.set_result(_refusal(self._nbytes / rate, self._pause))
         return isinstance(answer, msg.Pause) or self._result_bytes is not None
 
@@ -184,7 +197,10 @@ class Loading:
 
     async def _ask(self, key: bytes, report: msg.Progress) -> object:
         try:
-            return (await self._channel.ask(key, report, self._timeout)).body
+            answer = (await self._channel.ask(key, report, self._timeout)).body
+            if isinstance(answer, msg.Hello):
+                self._told[key] = answer.tip
+            return answer
         except (P2PError, TimeoutError) as error:
             log.debug("could not tell %r that this peer loads the state: %s", PeerID(key), error)
             return None

@@ -41,6 +41,7 @@ class Peer:
         self.model, self.extra = make_model(seed), torch.zeros(5)
         self.events: list[Any] = []
         arguments = {"target_batch_size": 64, "optimizer": ADAMW, "scheduler": COSINE, "matchmaking_time": 0.1, **given}
+        arguments |= {"wait_for_newcomers": 0.0}
         self.optimizer = shoal.Optimizer(
             dht=self.dht,
             run_id="replay",

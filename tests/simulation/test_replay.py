@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -20,7 +21,13 @@ from tests.codecs import codecs_of
 from tests.simulation.swarms import Board, spawn_peer, spawn_swarm
 from tests.simulation.trainers import ELEMENTS, RULES, Trainer
 
-OPTIONS: dict[str, Any] = {"elements": ELEMENTS, "rules": RULES, "keeps_state": True, "redo_bytes": 30 * 4 * ELEMENTS}
+NOBODY_WAITS = dataclasses.replace(RULES, wait_for_newcomers=0.0)
+OPTIONS: dict[str, Any] = {
+    "elements": ELEMENTS,
+    "rules": NOBODY_WAITS,
+    "keeps_state": True,
+    "redo_bytes": 30 * 4 * ELEMENTS,
+}
 
 
 async def trainers_of(world: World, board: Board, count: int, **given: Any) -> list[Trainer]:
@@ -87,6 +94,7 @@ def test_a_log_that_is_too_short_costs_another_download() -> None:
         await veterans[0].reached(3)
         newcomer = await newcomer_of(world, board, 3.0)
         joining = asyncio.create_task(newcomer.arrive(veterans, 30, awaited=True))
+        newcomer.at_state = lambda trainer: setattr(trainer, "download_seconds", 0.0)
         await veterans[0].reached(12)
         assert all(len(trainer.peer.swarm.peer.redo._rounds) <= 2 for trainer in veterans)
         await asyncio.gather(joining, *tasks)
