@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.processes import ROOT
 from benchmarks.report import median
@@ -34,19 +34,32 @@ ROUND_TRIPS = 8  # of messages that a round may take beside its bytes
 
 
 class Peer:
-    """A worker in a namespace, and what it said."""
+    """A worker in a namespace, and what it said. It runs in `tree`, a checkout or what `tree_with` has made."""
 
-    def __init__(self, bed: Any, index: int, given: dict[str, Any], *, cubic: bool) -> None:
+    def __init__(
+        self,
+        bed: Any,
+        index: int,
+        given: dict[str, Any],
+        *,
+        cubic: bool = False,
+        worker: str = "link_trainer",
+        python: str = sys.executable,
+        tree: Path = ROOT,
+        log: IO[str] | None = None,
+    ) -> None:
         command = ["sh", "-c", _CUBIC, "sh"] if cubic else []
-        command += [sys.executable, "-m", "benchmarks.workers.link_trainer", json.dumps(given)]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        command += [python, "-m", f"benchmarks.workers.{worker}", json.dumps(given)]
+        environment = dict(os.environ, PYTHONPATH=str(tree), OMP_NUM_THREADS="1")
+        self.began = time.monotonic()
         self.process = bed.popen(
             index,
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
-            cwd=ROOT,
+            cwd=tree,
             env=environment,
             start_new_session=True,
         )
