@@ -52,6 +52,10 @@ class Loading:
         result_bytes: the bytes of a round's result if this peer can replay the rounds that follow the state that it
             loads; None if it can't.
         timeout: the time, in seconds, within which a member must answer.
+
+    Attributes:
+        progress: the bytes that have arrived, those of the state, and the seconds that it still takes; each is 0 if it
+            is not known.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Loading:
         self._task: asyncio.Task[None] | None = None
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
         self._logged_at = self._began = _now()
+        self.progress = (0, 0, 0.0)
 
     async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
         """The download of a state is about to begin. See `download_state`.
@@ -83,6 +88,8 @@ class Loading:
         self._state, self._holders, self._nbytes = state, holders, nbytes
         self._before = self._passed()
         self._samples.clear()
+        self.progress = (0, nbytes, 0.0)
+        self._contacts.losses.news.set()
         is_heard = await self._tell()
         if self._task is None:
             self._task = self._channel.node.spawn(self._keep_telling())
@@ -104,6 +111,7 @@ class Loading:
         """This peer is at the state, or has given up."""
         if self._task is not None:
             self._task.cancel()
+            self._contacts.losses.news.set()
 
     async def _keep_telling(self) -> None:
         while True:
@@ -143,6 +151,7 @@ class Loading:
         one = self._result_bytes / rate if rate and self._result_bytes is not None else math.inf
         asks = not (one <= CATCHES_UP * self._epoch and seconds > one)
         moving, seconds = rate if left or rounds else 0.0, min(seconds, msg.NEVER)
+        self.progress = (min(passed, self._nbytes), self._nbytes, seconds)
         pause = await self._report(msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks))
         self._log(passed, seconds, ahead.epoch - state.epoch)
         if pause is None:
@@ -183,11 +192,11 @@ class Loading:
 
 
 def _refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
-    again = f"in {pause.again:.0f} s it may wait for as long" if pause.again < msg.NEVER else "it never waits so long"
+    again = f"In {pause.again:.0f} s it may wait for as long" if pause.again < msg.NEVER else "It never waits so long"
+    # A health record has the first 160 bytes of it.
     return DoesNotFit(
-        f"the state takes {seconds:.0f} s over this line, an epoch takes {pause.epoch:.3g} s, and the run may wait at "
-        f"most {pause.budget:.0f} s for newcomers now; {again}. Members let this peer in with a larger "
-        "wait_for_newcomers, a larger target_batch_size, DiLoCo or load_state_compression",
+        f"the state takes {seconds:.0f} s, an epoch {pause.epoch:.1f} s, and the run waits {pause.budget:.0f} s at "
+        f"most: a larger wait_for_newcomers or target_batch_size, DiLoCo or load_state_compression helps. {again}",
         pause.again,
     )
 
