@@ -50,6 +50,8 @@ def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
         "shoal_step_seconds": "Seconds of a training step, the median of the last ones.",
         "shoal_epoch_samples": "Samples that the peer has in this epoch.",
         "shoal_memory_bytes": "Resident memory of the process.",
+        "shoal_joining": "Whether the peer loads the run's state.",
+        "shoal_waits_for_newcomers_seconds": "Seconds for which its round still waits for newcomers.",
     }
     counters = {
         "shoal_samples": "Samples that the peer has made.",
@@ -75,7 +77,7 @@ def families(run_id: str, records: Iterable[tuple[PeerID, Health]]) -> Metrics:
         for direction in ("sent", "received"):
             sent.add_metric([*who, direction], getattr(totals, direction))
         values = (health.epoch, health.epoch_seconds, health.members, health.samples_per_second, health.step_seconds,
-                  health.samples, health.memory)  # fmt: skip
+                  health.samples, health.memory, health.joining is not None, health.waits)  # fmt: skip
         for gauge, value in zip(of.values(), values, strict=True):
             gauge.add_metric(who, value)
         for counter, value in zip(since.values(), (totals.samples, totals.steps, health.cpu_seconds), strict=True):

@@ -137,6 +137,19 @@ class PutOut(msgspec.Struct, array_like=True, frozen=True):
     reason: Reason
 
 
+class Joining(msgspec.Struct, array_like=True, frozen=True):
+    """How far this peer, which loads the run's state, has come.
+
+    Attributes:
+        has, of: bytes that have arrived, and those of the state; 0 while it asks who has the state.
+        seconds: how long it still takes; 0 if that is not known.
+    """
+
+    has: Count = 0
+    of: Count = 0
+    seconds: Seconds = 0.0
+
+
 class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
     """The state of one peer at one moment.
 
@@ -174,6 +187,9 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
         memory: the resident memory of the process, in bytes.
         lost: the members that were lost last. When a member is lost, a record is published at once.
         put_out: the last member that it has put out of a round; None before the first.
+        joining: how far it has loaded the run's state; None if it loads none. When it begins and when it ends, a record
+            is published at once.
+        waits: for how many more seconds its round waits for newcomers that load the state; 0 if it does not.
     """
 
     started: Time
@@ -209,6 +225,8 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
     put_out: PutOut | None = None
     counts_steps: bool = False
+    joining: Joining | None = None
+    waits: Seconds = 0.0
 
     @property
     def order(self) -> tuple[float, int]:

@@ -39,7 +39,10 @@ def advice_of(phases: Phases, sent: float, peers: int) -> str:
         case "matchmaking":
             way = "a larger target_batch_size, a smaller batch_size_per_step"
             few = f", or some of the {peers} peers as clients" if peers > 16 else ""
-            return f"{part} is waiting for all to join the round, so steps are long beside an epoch: {way}{few}."
+            return (
+                f"{part} is waiting for all to join the round, and for newcomers to load the state. If it stays so, "
+                f"steps are long beside an epoch: {way}{few}."
+            )
         case _:
             return (
                 f"{part} is the optimizer's step: step in the background (delay_optimizer_step), or make fewer of them "

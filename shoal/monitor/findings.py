@@ -14,6 +14,7 @@ from shoal.p2p.identity import PeerID
 TOLD_SECONDS = 600.0  # a loss is reported for so long
 CLOCK_SECONDS = 10.0  # a larger difference of clocks is reported: records live 30 s, by the clock of their writer
 ALONE_SECONDS = 2 * PERIOD_SECONDS  # within this time, two peers should have met
+BEGINS_SECONDS = 2 * PERIOD_SECONDS  # within this time, a newcomer should have begun to load the state
 UNLIKE_SECONDS = 3 * PERIOD_SECONDS  # a peer that has repaired its parameters is reported for so long, by its own clock
 NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that must not be compared
 
@@ -64,8 +65,13 @@ def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, li
             add(Finding(Trouble.UNREACHABLE, f"by {unreached[prefix]} of the others"))
         elif known.unreachable:
             add(Finding(Trouble.UNREACHABLE, f"from here: {known.unreachable}"))
-        if health.newest > health.epoch + 1:
-            add(Finding(Trouble.BEHIND, f"in epoch {health.epoch}, where others are in {health.newest}"))
+        failed = fault.reason if fault is not None and fault.kind is FaultKind.DOWNLOAD else ""
+        # A peer that could not load the state forgets that others have one, but their records tell, if they are older.
+        newest = max([health.newest, *(k.health.epoch for k in here if failed and k.heard_at <= known.heard_at)])
+        begins = not health.epoch and not failed and health.at - health.started <= BEGINS_SECONDS
+        if newest > health.epoch + 1 and not begins and health.joining is None:
+            why = f": {failed}" if failed else ""
+            add(Finding(Trouble.BEHIND, f"in epoch {health.epoch}, where others are in {newest}{why}"))
         if abs(known.clock) > CLOCK_SECONDS:
             side = "ahead of" if known.clock > 0 else "behind"
             add(Finding(Trouble.CLOCK, f"at least {abs(known.clock):.0f} s {side} this machine's"))

@@ -72,6 +72,10 @@ class KnownPeer:
     def is_there(self) -> bool:
         return self.standing in (Standing.HERE, Standing.SILENT)
 
+    def left(self, seconds: float, now: float) -> float:
+        """How many of the seconds that its newest record names are left."""
+        return max(0.0, seconds - (now - self.heard_at))
+
     @property
     def is_client(self) -> bool:
         return self.health.role is Role.CLIENT

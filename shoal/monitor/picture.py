@@ -209,9 +209,13 @@ class Picture:
         order = sorted(self._peers.values(), key=lambda known: (not known.is_there, name_of(known.peer)))
         views = tuple(view_of(known, findings.get(known.peer, []), speed, common, now) for known in order)
         told = [v for v, k in zip(views, order, strict=True) if k.is_there or is_told(k, now)]
-        is_well, sentence = sentence_of(self.run_id, told, epoch, pace, alike=alike, refused=refused_ones(here))
+        # A record of an earlier epoch is old: that epoch's round has begun.
+        waits = max((known.left(known.health.waits, now) for known in here if known.health.epoch == epoch), default=0.0)
+        is_well, sentence = sentence_of(
+            self.run_id, told, epoch, pace, alike=alike, refused=refused_ones(here), waits=waits
+        )
         phases = mean_of([view.phases for view in views if view.phases is not None and view.standing is Standing.HERE])
-        sent = [known.health.last.sent for known in here if known.health.last is not None]
+        sent = [known.health.last.sent for known in here if known.health.last is not None] or [0]
         return Snapshot(
             run_id=self.run_id,
             at=wall,
@@ -226,7 +230,8 @@ class Picture:
             counted="inner steps" if best is not None and best.counts_steps else "samples",
             samples_per_second=speed,
             phases=phases,
-            advice="" if phases is None else advice_of(phases, statistics.fmean(sent) if sent else 0.0, len(here)),
+            waits=waits,
+            advice="" if phases is None or waits else advice_of(phases, statistics.fmean(sent), len(here)),
             peers=views,
             happenings=tuple(self._happenings),
         )

@@ -82,6 +82,7 @@ class PeerView(msgspec.Struct, frozen=True):
             "" if it is not known.
         share: its share of the samples per second of all peers.
         up, down: the rates at which it has sent and received tensors between its last two records.
+        joining: how far it has loaded the run's state, in words; "" if it loads none.
     """
 
     name: str
@@ -118,6 +119,7 @@ class PeerView(msgspec.Struct, frozen=True):
     fault: str
     cpu_seconds: float
     memory: int
+    joining: str
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -151,7 +153,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         counted: what these two and `samples_per_second` count: "samples", or "inner steps" with an outer optimizer.
         samples_per_second: the sum over all peers.
         phases: the mean phases of the peers' last epochs; None before the first.
-        advice: how to make epochs shorter.
+        waits: for how many more seconds the round waits for newcomers that load the state; 0 if it does not.
+        advice: how to make epochs shorter; "" while the round waits for newcomers.
         peers: all peers that were seen; those that are there come first.
         happenings: the last events, the newest last.
     """
@@ -169,6 +172,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     counted: str
     samples_per_second: float
     phases: Phases | None
+    waits: float
     advice: str
     peers: tuple[PeerView, ...]
     happenings: tuple[Happening, ...]

@@ -131,7 +131,7 @@ def _is_long(snapshot: Snapshot) -> bool:
 
 
 def _cells(peer: PeerView) -> list[RenderableType]:
-    standing = peer.standing.value if peer.standing is not Standing.HERE else peer.role
+    standing = peer.standing.value if peer.standing is not Standing.HERE else "joining" if peer.joining else peer.role
     return [
         Text(f"…{peer.name}"),
         Text(standing, STANDING_STYLES[peer.standing]),
@@ -147,14 +147,16 @@ def _cells(peer: PeerView) -> list[RenderableType]:
 
 
 def _notes(snapshot: Snapshot) -> list[RenderableType]:
-    """Lines about peers that are not well, and about the versions that peers run."""
+    """Lines about peers that are not well, about those that join, and about the versions that peers run."""
     bad = [peer for peer in snapshot.peers if peer.findings]
+    joining = [peer for peer in snapshot.peers if peer.joining]
     notes: list[RenderableType] = []
     if _is_long(snapshot):
         notes.append(Text(f"and {len(snapshot.peers) - MAX_ROWS} more; peers that are not well come first", "dim"))
     notes += [Text(f"…{peer.name} {'; '.join(map(str, peer.findings))}", "red") for peer in bad[:MAX_NOTES]]
     if len(bad) > MAX_NOTES:
         notes.append(Text(f"and {len(bad) - MAX_NOTES} more that are not well", "red"))
+    notes += [Text(f"…{peer.name} is joining: {peer.joining}", "yellow") for peer in joining[:MAX_NOTES]]
     runs = Counter(f"Shoal {peer.version}, torch {peer.torch}" for peer in snapshot.peers)
     notes += [Text(f"{count} of {len(snapshot.peers)} run {what}", "dim") for what, count in runs.most_common(3)]
     return notes

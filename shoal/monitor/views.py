@@ -39,6 +39,16 @@ def mean_of(phases: Sequence[Phases]) -> Phases | None:
     )
 
 
+def _joining(known: KnownPeer, now: float) -> str:
+    joining = known.health.joining
+    if joining is None or not known.is_there:
+        return ""
+    if not joining.of:
+        return "it asks for the state"
+    left = known.left(joining.seconds, now)
+    return f"{joining.has / 1e6:.1f} of {joining.of / 1e6:.1f} MB" + (f", {left:.0f} s left" if left else "")
+
+
 def view_of(known: KnownPeer, findings: Sequence[Finding], speed: float, common: int, now: float) -> PeerView:
     """What is shown of a peer.
 
@@ -90,4 +100,5 @@ def view_of(known: KnownPeer, findings: Sequence[Finding], speed: float, common:
         fault="" if health.fault is None else f"{health.fault.kind.value}: {health.fault.reason}",
         cpu_seconds=health.cpu_seconds,
         memory=health.memory,
+        joining=_joining(known, now),
     )

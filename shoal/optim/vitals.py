@@ -31,6 +31,7 @@ from shoal.health.record import (
     PREFIX_BYTES,
     FaultKind,
     Health,
+    Joining,
     Lost,
     Mark,
     PutOut,
@@ -52,7 +53,7 @@ from shoal.swarm.protocol.messages import Terms
 log = logging.getLogger(__name__)
 
 RECENT_EPOCHS = 8  # the record has the mean time of so many epochs
-AT_ONCE_SECONDS = 2.0  # the shortest time between two records; a lost member makes this peer publish early
+AT_ONCE_SECONDS = 2.0  # the shortest time between two records; news make this peer publish early
 GOODBYE_SECONDS = 0.5  # nobody waits longer than this for the last record
 NOT_COMPARED = bytes(PREFIX_BYTES)  # replaces a digest that may differ between healthy peers
 
@@ -144,7 +145,8 @@ class Vitals:
         counts, fault = run.faults.so_far()
         missing = [peer.key[:PREFIX_BYTES] for peer in swarm.contacts.missing()[:MAX_UNREACHED]]
         refused, losses = swarm.contacts.refused(), swarm.contacts.losses
-        lost, out = losses.told(MAX_LOST, asyncio.get_running_loop().time()), losses.last_out
+        now, loading = asyncio.get_running_loop().time(), swarm.loading
+        lost, out = losses.told(MAX_LOST, now), losses.last_out
         with self._lock:
             totals, marks, ends = self._totals, dict(self._marks), list(self._ends)
             loss = sum(self._losses) / len(self._losses) if self._losses else self._loss
@@ -191,6 +193,8 @@ class Vitals:
             if out is None
             else PutOut(out.key[:PREFIX_BYTES], out.number, printable(out.reason, MAX_REASON)),
             counts_steps=self._counts_steps,
+            joining=None if loading is None else Joining(*loading.progress),
+            waits=max(0.0, swarm.peer.newcomers.told_until - now),
         )
 
     async def _publish(self, board: HealthBoard, *, left: bool = False) -> None:
@@ -213,7 +217,7 @@ class Vitals:
         log.log(level, "this peer's health record may be missing or incomplete: %r", error, exc_info=error)
 
     async def _keep_publishing(self, board: HealthBoard) -> None:
-        """Publish a record every PERIOD_SECONDS, and earlier when a member is lost."""
+        """Publish a record every PERIOD_SECONDS, and earlier when there are `Losses.news`."""
         news = self._run.swarm.contacts.losses.news
         while True:
             await self._publish(board)

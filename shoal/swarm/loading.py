@@ -57,6 +57,8 @@ class Loading:
 
     Attributes:
         rate: the last known one.
+        progress: the bytes that have arrived, those of the state, and the seconds that it still takes; each is 0 if it
+            is not known.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Loading:
         self._task: asyncio.Task[None] | None = None
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
         self._logged_at = self._began = _now()
+        self.progress = (0, 0, 0.0)
 
     async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
         """The download of a state is about to begin. See `download_state`.
@@ -99,6 +102,8 @@ class Loading:
         self._before = self._passed()
         self._samples.clear()
         self._told = {holder.key: told for holder in holders if (told := self._contacts.told.get(holder.key))}
+        self.progress = (0, nbytes, 0.0)
+        self._contacts.losses.news.set()
         if self._task is None:
             self._task = self._channel.node.spawn(self._keep_telling())
 
@@ -118,6 +123,7 @@ class Loading:
         """This peer is at the state, or has given up."""
         if self._task is not None:
             self._task.cancel()
+            self._contacts.losses.news.set()
 
     async def _keep_telling(self) -> None:
         while True:
@@ -159,6 +165,7 @@ class Loading:
         one = self._result_bytes / rate if rate and self._result_bytes is not None else math.inf
         asks = not (one <= CATCHES_UP * self._pause.epoch and seconds > one)
         moving, seconds = rate if left or rounds else 0.0, min(seconds, msg.NEVER)
+        self.progress = (min(passed, self._nbytes), self._nbytes, seconds)
         answer = await self._report(msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks))
         self._log(passed, seconds, ahead.epoch - state.epoch)
         if isinstance(answer, msg.Pause):
@@ -168,13 +175,8 @@ class Loading:
         # Each epoch would bring less than what one takes.
         falls_behind = one > self._pause.epoch > 0 and self._nbytes / rate > self._pause.epoch if rate else False
         is_refused = isinstance(answer, msg.Pause) and asks and not answer.seconds and falls_behind
-        if (
-            rate
-            and self._state
-            and left
-            and not self._refused.done()
-            and (is_refused or (is_late and one > self._pause.epoch))
-        ):
+        is_hopeless = is_refused or (is_late and one > self._pause.epoch)
+        if is_hopeless and rate and left and self._state and not self._refused.done():
             self._refused.set_result(_refusal(self._nbytes / rate, self._pause))
         return isinstance(answer, msg.Pause) or self._result_bytes is not None
 
@@ -219,11 +221,11 @@ def _refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
     missing = SPARE * seconds + SPARE_SECONDS + GATHER_SECONDS - pause.budget
     fits = pause.share > 0 and seconds < LONGEST_SECONDS
     again = max(0.0, missing) / pause.share if fits else math.inf
-    when = f"in {again:.0f} s it may wait for as long" if fits else "it never waits for as long"
+    when = f"In {again:.0f} s it may wait for as long" if fits else "It never waits for as long"
+    # A health record has the first 160 bytes of it.
     return DoesNotFit(
-        f"the state takes {seconds:.0f} s over this line, an epoch takes {pause.epoch:.3g} s, and the run may wait at "
-        f"most {pause.budget:.0f} s for newcomers now; {when}. Members let this peer in with a larger "
-        "wait_for_newcomers, a larger target_batch_size, DiLoCo or load_state_compression",
+        f"the state takes {seconds:.0f} s, an epoch {pause.epoch:.1f} s, and the run waits {pause.budget:.0f} s at "
+        f"most: a larger wait_for_newcomers or target_batch_size, DiLoCo or load_state_compression helps. {when}",
         again,
     )
 

@@ -51,7 +51,8 @@ class Losses:
 
     Attributes:
         last_out: the member that was put out last; None before the first.
-        news: set when a member was lost. The reader that reports the loss clears it.
+        news: set when a member was lost, and when this peer begins or ends to load the run's state. The reader that
+            reports it clears it.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from shoal.health.record import (
     MAX_UNREACHED,
     Fault,
     FaultKind,
+    Joining,
     Lost,
     PutOut,
     Refused,
@@ -35,6 +36,8 @@ FULL = health(
     memory=2**40,
     lost=(Lost(b"12345678", 2**40, True),) * MAX_LOST,
     put_out=PutOut(b"12345678", 2**40, "r" * MAX_REASON),
+    joining=Joining(2**40, 2**40, 1e9),
+    waits=1e9,
 )
 
 
@@ -68,6 +71,11 @@ def test_a_record_is_small() -> None:
         {"fault": Fault(FaultKind.ROUND, "r" * (MAX_REASON + 1), 1.0)},
         {"fault": Fault(FaultKind.ROUND, "two\nlines", 1.0)},
         {"faults": {"an invention": 1}},
+        {"joining": Joining(-1, 1, 0.0)},
+        {"joining": Joining(1, 2**60, 0.0)},
+        {"joining": Joining(1, 1, float("inf"))},
+        {"waits": -1.0},
+        {"waits": float("nan")},
     ],
     ids=lambda differing: next(iter(differing)),
 )
@@ -87,7 +95,8 @@ def test_what_is_no_record_at_all_is_refused(record: bytes) -> None:
 def test_a_record_with_more_behind_it_counts_up_to_the_bound() -> None:
     """A later version may say more; but not without end."""
     fields = msgspec.to_builtins(WELL, builtin_types=(bytes,))
-    assert decode_health(msgspec.msgpack.encode(fields[:-2])) == WELL  # an earlier one said less
+    for fewer in (2, 5):  # an earlier one said less
+        assert decode_health(msgspec.msgpack.encode(fields[:-fewer])) == WELL
     assert decode_health(msgspec.msgpack.encode([*fields, "more"])) == WELL
     with pytest.raises(ValueError, match=f"at most {MAX_BYTES} count"):
         decode_health(msgspec.msgpack.encode([*fields, bytes(MAX_BYTES)]))

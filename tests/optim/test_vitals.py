@@ -19,7 +19,10 @@ from shoal.health.board import HealthBoard, Posted
 from shoal.health.record import FaultKind, Health
 from shoal.optim import vitals
 from shoal.optim.vitals import NOT_COMPARED
+from shoal.swarm.loading import _refusal
 from shoal.swarm.losses import PutOut
+from shoal.swarm.protocol.messages import Pause
+from shoal.swarm.protocol.tip import Tip
 from tests.monitor.processes import wait_until
 from tests.optim.conftest import Alone
 from tests.optim.models import backward, fixed_batch, make_model
@@ -199,6 +202,48 @@ def test_a_lost_member_is_told_of_at_once(alone: Alone, monkeypatch: pytest.Monk
     (told,) = posts(optimizer.dht, optimizer.run_id)
     assert told.health.lost == (record.Lost(key[:8], 0, True),)
     assert told.health.put_out == record.PutOut(key[:8], 0, "it owes a chunk")
+
+
+def test_a_peer_that_loads_the_state_says_so_at_once(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer is inside of `step` meanwhile."""
+    monkeypatch.setattr(vitals, "PERIOD_SECONDS", 1e6)
+    monkeypatch.setattr(vitals, "AT_ONCE_SECONDS", 0.0)
+    optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
+    swarm = optimizer._run.swarm
+
+    def told() -> list[record.Joining | None]:
+        return [posted.health.joining for posted in posts(optimizer.dht, optimizer.run_id)]
+
+    async def reserve() -> None:
+        assert swarm.loading is not None
+        await swarm.loading.reserve(Tip(7, bytes(32), 56.0), [], 57_000_000)
+
+    wait_until(lambda: told() == [None])
+    with optimizer._run.loading():
+        assert health(optimizer).joining == record.Joining()
+        optimizer._run._wait(reserve())
+        wait_until(lambda: told() == [record.Joining(0, 57_000_000, 0.0)])
+        assert swarm.loading is not None
+        monkeypatch.setattr(swarm.loading, "_passed", lambda: 12_000_000)
+        optimizer._run._wait(swarm.loading._tell())
+        assert health(optimizer).joining == record.Joining(12_000_000, 57_000_000, 0.0)
+    wait_until(lambda: told() == [None])
+
+
+def test_a_peer_whose_round_waits_for_newcomers_says_how_long(alone: Alone) -> None:
+    optimizer = alone(make_model(), optimizer=sgd, **GIVEN)
+    newcomers = optimizer._run.swarm.peer.newcomers
+    assert health(optimizer).waits == 0.0
+    optimizer._run.call(lambda: newcomers.told(20.0, asyncio.get_running_loop().time()))
+    assert 0.0 < health(optimizer).waits <= 20.0
+    optimizer._run.call(lambda: newcomers.is_over(asyncio.get_running_loop().time()))
+    assert health(optimizer).waits == 0.0
+
+
+def test_the_reason_why_a_peer_does_not_fit_says_what_to_do_within_a_record() -> None:
+    reason = record.printable(str(_refusal(1234.0, Pause(0.0, 600.0, 12345.0, 1234.5678))), record.MAX_REASON)
+    for what in ("1234 s", "600 s", "wait_for_newcomers", "target_batch_size", "DiLoCo", "load_state_compression"):
+        assert what in reason
 
 
 def test_epochs_and_faults_are_log_records_with_fields(alone: Alone, caplog: pytest.LogCaptureFixture) -> None:

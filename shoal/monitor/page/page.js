@@ -98,7 +98,7 @@ function row(peer) {
     return made;
   };
   cell("…" + peer.name).title = peer.id;
-  cell(peer.standing === "here" ? peer.role : peer.standing, "", "standing " + peer.standing);
+  cell(peer.standing === "here" ? (peer.joining ? "joining" : peer.role) : peer.standing, "", "standing " + peer.standing);
   cell(String(peer.epoch), "epoch");
   cell(peer.loss === null ? "" : peer.loss.toFixed(4), "loss");
   cell(peer.samples_per_second.toFixed(1), "samples/s");
@@ -116,7 +116,7 @@ function row(peer) {
   bits.title = peer.mark ? `epoch ${peer.mark_epoch}: ${peer.mark}` : "";
   const wrong = peer.findings.map((finding) => finding.trouble + (finding.detail ? ` (${finding.detail})` : ""));
   const runs = `${peer.version}, torch ${peer.torch}, ${peer.device}`;
-  cell(wrong.length ? wrong.join("; ") : runs, "", wrong.length ? "wrong" : "").title = runs;
+  cell(wrong.length ? wrong.join("; ") : peer.joining || runs, "", wrong.length ? "wrong" : "").title = runs;
   return line;
 }
 
