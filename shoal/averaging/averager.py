@@ -45,7 +45,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
-from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
+from shoal.transfer.donor import EncodedState, Offer, Snapshot, StateDonor, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState, NothingShared, download_state
 
 log = logging.getLogger(__name__)
@@ -302,8 +302,8 @@ class DecentralizedAverager:
         node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
         # Others may ask for the state as soon as they meet this peer, so the donor starts first. The state may change
         # at any time, so it has no name, and no snapshot is offered twice.
-        snapshot, priority = partial(self._take_snapshot, swarm), lambda: self.state_sharing_priority
-        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, priority, swarm.gate)
+        snapshot, offered = partial(self._take_snapshot, swarm), lambda: Offer(self.state_sharing_priority)
+        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, swarm.gate, offered)
         try:
             await swarm.start(tip=self._first_tip())
         except BaseException:  # cancelled, too

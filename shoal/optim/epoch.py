@@ -38,7 +38,7 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.loading import DoesNotFit
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, StateDonor
+from shoal.transfer.donor import EncodedState, Offer, StateDonor
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingWanted
 
 log = logging.getLogger(__name__)
@@ -550,10 +550,11 @@ class Epoch:
         """Make the donor that serves this peer's state to newcomers, under the name `service`."""
         node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
         gate, replica = self._run.swarm.gate, self._replica
-        line, asked = replica.line.to_wire, self._run.swarm.keep_redo_log
-        return StateDonor(
-            node, service, self.take_snapshot, lambda: replica.tip, allow, self.priority, gate, line, asked
-        )
+        asked = self._run.swarm.keep_redo_log
+        return StateDonor(node, service, self.take_snapshot, lambda: replica.tip, allow, gate, self._offered, asked)
+
+    def _offered(self) -> Offer:
+        return Offer(self.priority(), self._replica.line.to_wire())
 
     def priority(self) -> float:
         """The priority of this peer's state among the states that newcomers are offered. An outranked one comes

@@ -24,7 +24,7 @@ from shoal.p2p.node import Reply, Service
 from shoal.swarm.duties import STATES
 from shoal.swarm.gates import gate_of
 from shoal.swarm.protocol.tip import Digest, Tip
-from shoal.transfer.donor import Snapshot, StateDonor
+from shoal.transfer.donor import Offer, Snapshot, StateDonor
 from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve, download_state
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ class StrandStates:
         Args:
             mine: the numbers of the strands.
             copy: takes a snapshot of a strand, given its number.
-            tip, line, allow: see `StateDonor`.
+            tip, allow: see `StateDonor`.
+            line: returns the lineages of the state, see `Offer`.
         """
 
         async def give() -> None:
@@ -135,7 +136,7 @@ class StrandStates:
                 self._leave_gate = gate.enter(lambda key: None, lambda: None)
             for strand in mine:
                 take = partial(for_newcomer, partial(copy, strand))
-                donor = StateDonor(node, self._name(strand), take, tip, allow, gate=gate, line=line)
+                donor = StateDonor(node, self._name(strand), take, tip, allow, gate, lambda: Offer(line=line()))
                 self._donors.append(donor)
 
         self._dht.submit(give()).result()

@@ -177,7 +177,7 @@ class Loading:
         is_refused = isinstance(answer, msg.Pause) and asks and not answer.seconds and falls_behind
         is_hopeless = is_refused or (is_late and one > self._pause.epoch)
         if is_hopeless and rate and left and self._state and not self._refused.done():
-            self._refused.set_result(_refusal(self._nbytes / rate, self._pause))
+            self._refused.set_result(refusal(self._nbytes / rate, self._pause))
         return isinstance(answer, msg.Pause) or self._result_bytes is not None
 
     async def _report(self, report: msg.Progress) -> msg.Pause | msg.Hello | None:
@@ -217,7 +217,8 @@ class Loading:
             )  # fmt: skip
 
 
-def _refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
+def refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
+    """The error for a newcomer whose download takes so many seconds, after that answer of the coordinator."""
     missing = SPARE * seconds + SPARE_SECONDS + GATHER_SECONDS - pause.budget
     fits = pause.share > 0 and seconds < LONGEST_SECONDS
     again = max(0.0, missing) / pause.share if fits else math.inf

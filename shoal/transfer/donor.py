@@ -135,9 +135,8 @@ class StateDonor:
         current_tip: returns the name of the state that `take_snapshot` would copy. If it returns None, the state has no
             name, and no snapshot is offered twice.
         allow: whether to serve newcomers; True by default.
-        priority: returns the priority of this state among those of other donors; 0 by default.
         gate: the gate of a closed run. Only members that may train get its state.
-        line: returns the lineages of the state, see `Offer`; empty by default.
+        offered: returns what to say of the state: its priority, and its lineages. By default it has neither.
         asked: called each time that a newcomer asks for the state or a chunk of it.
 
     Attributes:
@@ -152,15 +151,14 @@ class StateDonor:
         take_snapshot: Callable[[], Awaitable[EncodedState]],
         current_tip: Callable[[], Tip | None],
         allow: bool = True,
-        priority: Callable[[], float] = lambda: 0.0,
         gate: Gate | None = None,
-        line: Callable[[], bytes] = bytes,
+        offered: Callable[[], Offer] = Offer,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.allow, self._gate, self._line, self._asked = allow, gate, line, asked
+        self.allow, self._gate, self._offered, self._asked = allow, gate, offered, asked
         self.asked_at = float("-inf")
         self._node, self._service = node, transfer_service(service_name, gate)
-        self._take_snapshot, self._current_tip, self._priority = take_snapshot, current_tip, priority
+        self._take_snapshot, self._current_tip = take_snapshot, current_tip
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
         self._preparing: asyncio.Task[_Held] | None = None
         node.serve(self._service, self._handle)
@@ -201,7 +199,7 @@ class StateDonor:
                 raise Refused("this peer does not share its state any more")
             held = preparing.result()
         held.readers.add(peer)
-        return Reply(Offer(self._priority(), self._line()), [held.state.manifest.encode()])
+        return Reply(self._offered(), [held.state.manifest.encode()])
 
     def _make_room(self) -> bool:
         """If the donor has two snapshots, drop one that is not in use. Returns whether there is room for another

@@ -21,7 +21,7 @@ from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.sides import Sides
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
+from shoal.transfer.donor import EncodedState, Offer, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from shoal.transfer.transfer import download_state
 from tests.codecs import codecs_of
@@ -74,11 +74,10 @@ class Trainer:
             buffers = [self.state.clone(), self.ballast.clone()]
             return encoded(Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers)))
 
-        def priority() -> float:
-            return -1.0 if self.is_behind else 0.0
+        def offered() -> Offer:
+            return Offer(-1.0 if self.is_behind else 0.0, self.line.to_wire())
 
-        line, asked = self.line.to_wire, self.peer.swarm.keep_redo_log
-        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=priority, line=line, asked=asked)
+        StateDonor(self.peer.node, NAME, take, lambda: self.tip, offered=offered, asked=self.peer.swarm.keep_redo_log)
 
     @property
     def is_behind(self) -> bool:

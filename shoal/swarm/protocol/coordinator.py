@@ -32,7 +32,6 @@ from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
-from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.patience import Patience
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide, who_reduce
@@ -99,7 +98,6 @@ class Coordinator:
         haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
         patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
             have held up too many rounds.
-        newcomers: says until when BEGIN waits for newcomers that load the state.
 
     Samples are counted if `rules.target_samples` is given. Otherwise the first JOIN calls the round.
     """
@@ -115,7 +113,6 @@ class Coordinator:
     last: int = 0
     haste: float = 1.0
     patience: Patience = field(default_factory=Patience)
-    newcomers: Newcomers = field(default_factory=lambda: Newcomers(0.0))
     phase: Phase = Phase.COUNTING
     expected: dict[bytes, Member] = field(default_factory=dict)  # connected members: BEGIN waits for them
     joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
@@ -192,7 +189,7 @@ class Coordinator:
         if report.presence is not msg.Presence.HERE:
             self._went_elsewhere(key, report.presence)
         elif report.counted:
-            self.newcomers.has_come(key, now)
+            self.history.newcomers.has_come(key, now)
             self.counts[key] = msgspec.structs.replace(report, asks=False)
             self.lent.pop(key, None)
         target = self.target
@@ -216,20 +213,20 @@ class Coordinator:
         called, target = self.phase is not Phase.COUNTING, self.target or 0.0
         due_in = max(0.0, target - samples) / rate if rate and not called else 0.0
         epoch = self.history.epoch_seconds
-        pause = self.newcomers.claims(key, report, now, leads=True, due_in=due_in, epoch=epoch)
+        pause = self.history.newcomers.claims(key, report, now, leads=True, due_in=due_in, epoch=epoch)
         count = msg.Count(self.tip, samples, rate, len(self.counts), called, target=target, pause=pause)
         actions = self._tell_until(now)
-        if pause.seconds and report.rate and (invited := self.newcomers.invited(but=key)):
+        if pause.seconds and report.rate and (invited := self.history.newcomers.invited(but=key)):
             actions.append(Send(invited, msg.Call(self.tip, pause.seconds)))
         return count, actions + self.tick(now)
 
     def waits_for(self, now: float) -> float:
         """For how many more seconds BEGIN waits for newcomers, as far as it is known."""
-        return max(0.0, self.newcomers.until(self.tip) - now)
+        return max(0.0, self.history.newcomers.until(self.tip) - now)
 
     def _tell_until(self, now: float) -> list[Send | Ask]:
         """Tell the members that have joined until when BEGIN waits for newcomers, if that is news."""
-        until = self.newcomers.until(self.tip)
+        until = self.history.newcomers.until(self.tip)
         if self.phase is not Phase.GATHERING or abs(max(until, now) - max(self.told_until, now)) <= NEWS_SECONDS:
             return []
         self.told_until = until
@@ -324,7 +321,7 @@ class Coordinator:
         until = now + self.haste * join.patience
         self.joins[key], self.gathered[key], self.wait_until[key] = join, gathered, until
         self.last_join_at = now
-        self.newcomers.gone(key)
+        self.history.newcomers.gone(key)
         if self.rules.target_samples is not None and key != self.me and self.patience.is_over(key, now):
             self.kept_out[key] = None
         if self.phase is Phase.COUNTING:
@@ -378,7 +375,7 @@ class Coordinator:
 
     def _gather(self, deadline: float, now: float) -> list[Send | Ask]:
         self.phase, self.deadline, self.called_at = Phase.GATHERING, deadline, now
-        self.told_until = self.newcomers.until(self.tip)
+        self.told_until = self.history.newcomers.until(self.tip)
         return [Send(tuple(self.expected), msg.Call(self.tip, self.waits_for(now)))]
 
     def tick(self, now: float) -> list[Send | Ask]:
@@ -441,7 +438,7 @@ class Coordinator:
             return math.inf
         if self._is_full():
             return -math.inf
-        return max(self._may_begin_at(), self.newcomers.until(self.tip))
+        return max(self._may_begin_at(), self.history.newcomers.until(self.tip))
 
     def _may_begin_at(self) -> float:
         """The same, without the newcomers that load the state."""

@@ -10,7 +10,6 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.deadlines import ANSWER_SECONDS, BEGIN_SLACK_SECONDS, CALL_SECONDS, Deadlines, Duty
 from shoal.swarm.protocol.history import LEAP, History
-from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.rules import Rules
 
@@ -31,11 +30,10 @@ class Doubts:
         participant: the peer as a member. It has the lists of coordinators that it doubts and that are deposed.
         rules: when a round begins.
         history: the samples that members brought to earlier commits.
-        newcomers: says until when this peer lets a round wait for newcomers.
     """
 
-    def __init__(self, participant: Participant, rules: Rules, history: History, newcomers: Newcomers) -> None:
-        self._participant, self._rules, self._history, self._newcomers = participant, rules, history, newcomers
+    def __init__(self, participant: Participant, rules: Rules, history: History) -> None:
+        self._participant, self._rules, self._history = participant, rules, history
         self._view, self._me = participant.view, participant.me
         self._deadlines = Deadlines()
         self._said: dict[tuple[bytes, bytes], msg.Doubt] = {}  # by (doubted coordinator, sender)
@@ -85,7 +83,7 @@ class Doubts:
             deadlines.owed(coordinator, Duty.CALL, now)
         if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
             deadlines.done(coordinator, Duty.BEGIN)
-        elif now < self._newcomers.told_until:  # its time begins when that is over
+        elif now < self._history.newcomers.told_until:  # its time begins when that is over
             deadlines.done(coordinator, Duty.BEGIN)
             deadlines.owed(coordinator, Duty.BEGIN, now)
         given, rules = participant.input, self._rules

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import median
 
+from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.patience import Patience
 
 COMMITS = 3
@@ -22,6 +23,9 @@ class History:
     counts in full. The limit grows when an epoch takes longer than usual: otherwise a run would stand still when the
     members with the most samples become idle.
 
+    Args:
+        share: the share of the run's time that rounds may wait for newcomers.
+
     Attributes:
         brought: the samples that each member brought to the last commit, as it says.
         unreliable: members whose last step did not arrive as announced, see `Pace`.
@@ -30,9 +34,10 @@ class History:
             in vain.
         punctuality: how long BEGIN waits for each member. It shrinks for members whose JOINs this peer, as the
             coordinator, has waited for in vain.
+        newcomers: whether rounds may wait for newcomers, and until when.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.0) -> None:
         self._shares: deque[dict[bytes, float]] = deque(maxlen=COMMITS)
         self._times: deque[float] = deque(maxlen=COMMITS + 1)  # when each of the last rounds was committed
         self.brought: Mapping[bytes, float] = {}
@@ -40,6 +45,7 @@ class History:
         self.absent: dict[bytes, int] = {}
         self.hurries_until = -math.inf
         self.punctuality = Patience()
+        self.newcomers = Newcomers(share)
 
     def committed(self, weights: Mapping[bytes, float], now: float) -> None:
         """A round was committed. `weights` are the samples that each member brought."""

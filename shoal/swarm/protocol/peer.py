@@ -21,7 +21,6 @@ from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.history import History
-from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.rules import Rules
@@ -85,9 +84,9 @@ class Peer:
         self.redo = RedoLog(redo_bytes)
         self.participant = Participant(view, Tip.genesis(view.run_id), terms, self.out, silence, signer, self.redo)
         self._me = view.me.key
-        self._history = History()
-        self.newcomers = Newcomers(rules.wait_for_newcomers)
-        self.doubts = Doubts(self.participant, rules, self._history, self.newcomers)
+        self._history = History(rules.wait_for_newcomers)
+        self.newcomers = self._history.newcomers
+        self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
         self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
         # At this tip: members that follow a deposed coordinator, and since when this peer gives way to that one.
@@ -588,7 +587,6 @@ class Peer:
                 last=self.last,
                 haste=self.doubts.haste(),
                 patience=self.participant.silence.patience,
-                newcomers=self.newcomers,
                 ballot=self.lead.ballot,  # so that this peer never begins two rounds under one ballot
                 postponed=self._postponed,
             )

@@ -24,8 +24,12 @@ from shoal.reach.mapper import MappingFailed
 from shoal.reach.natpmp import NatPmp
 from shoal.reach.probe import DialBack
 from shoal.reach.upnp import Upnp
+from shoal.swarm.loading import refusal
 from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol import reach
+from shoal.swarm.protocol.messages import Pause, Progress
+from shoal.swarm.protocol.newcomers import Newcomers
+from shoal.swarm.protocol.tip import Tip
 from tests.optim.lack import Lack
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
@@ -96,6 +100,23 @@ def the_donor_gives_nothing(scene: Scene) -> None:
     scene.optimizer(scene.another_dht(), load_state_timeout=1.0).step(batch_size=8)
 
 
+@provokes("could not download …: the state takes N s, an epoch N s, and the run waits N s at most: …")
+def its_line_is_slow(scene: Scene) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise refusal(91.0, Pause(0.0, 12.0, 0.1, 6.4))
+
+    scene.optimizer().step(batch_size=64)
+    newcomer = scene.optimizer(scene.another_dht())
+    newcomer._run.download = refuse  # type: ignore[method-assign]
+    newcomer.step(batch_size=8)
+
+
+@provokes("… needs N s to load the state over its line, and the run may wait at most N s for newcomers now …")
+def the_line_of_another_is_slow(_: Scene) -> None:
+    tip = Tip.genesis("run")
+    Newcomers(0.1).claims(bytes(32), Progress(tip, 0.0, 1e6, seconds=300.0, loading=True, asks=True), 0.0, leads=True)
+
+
 @provokes("there is no memory for …")
 def the_newcomer_has_no_memory(scene: Scene) -> None:
     scene.optimizer().step(batch_size=64)
@@ -109,7 +130,8 @@ def it_restarts_from_an_older_checkpoint(scene: Scene) -> None:
     first = scene.optimizer()
     first.step(batch_size=64)
     saved = first.state_dict()
-    first.step(batch_size=64)
+    for _ in range(2):  # one epoch it would replay
+        first.step(batch_size=64)
     second = scene.optimizer(scene.another_dht())
     second.load_state_dict(saved)
     second.step(batch_size=8)
