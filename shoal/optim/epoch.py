@@ -551,10 +551,11 @@ class Epoch:
         """Make the donor that serves this peer's state to newcomers, under the name `service`."""
         node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
         gate, replica = self._run.swarm.gate, self._replica
-        line, asked = replica.line.to_wire, self._run.swarm.keep_redo_log
-        return StateDonor(
-            node, service, self.take_snapshot, lambda: replica.tip, allow, self.priority, gate, line, asked
+        donor = StateDonor(
+            node, service, self.take_snapshot, lambda: replica.tip, allow, self.priority, gate, replica.line.to_wire
         )
+        donor.on_asked = self._run.swarm.keep_redo_log
+        return donor
 
     def priority(self) -> float:
         """The priority of this peer's state among the states that newcomers are offered. An outranked one comes

@@ -138,11 +138,11 @@ class StateDonor:
         priority: returns the priority of this state among those of other donors; 0 by default.
         gate: the gate of a closed run. Only members that may train get its state.
         line: returns the lineages of the state, see `Offer`; empty by default.
-        asked: called each time that a newcomer asks for the state or a chunk of it.
 
     Attributes:
         allow: as given; may be changed.
         asked_at: when a newcomer last asked for the state or a chunk of it, on the loop's clock.
+        on_asked: called whenever a newcomer asks; may be set.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class StateDonor:
         priority: Callable[[], float] = lambda: 0.0,
         gate: Gate | None = None,
         line: Callable[[], bytes] = bytes,
-        asked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.allow, self._gate, self._line, self._asked = allow, gate, line, asked
+        self.allow, self._gate, self._line = allow, gate, line
+        self.on_asked: Callable[[], None] = lambda: None
         self.asked_at = float("-inf")
         self._node, self._service = node, transfer_service(service_name, gate)
         self._take_snapshot, self._current_tip, self._priority = take_snapshot, current_tip, priority
@@ -178,7 +178,7 @@ class StateDonor:
         if self._gate is not None:
             self._gate.require(peer, *STATES)
         self.asked_at = now()
-        self._asked()
+        self.on_asked()
         match message:
             case GetManifest():
                 return self._offer(peer, message.tip) if self.allow else Reply(Withheld())

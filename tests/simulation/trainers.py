@@ -76,8 +76,8 @@ class Trainer:
         def priority() -> float:
             return -1.0 if self.is_behind else 0.0
 
-        line, asked = self.line.to_wire, self.peer.swarm.keep_redo_log
-        StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=priority, line=line, asked=asked)
+        donor = StateDonor(self.peer.node, NAME, take, lambda: self.tip, priority=priority, line=self.line.to_wire)
+        donor.on_asked = self.peer.swarm.keep_redo_log
 
     @property
     def is_behind(self) -> bool:
