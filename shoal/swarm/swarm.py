@@ -597,7 +597,8 @@ class Swarm:
         self._act()
         if fetched:  # by now the others may have gone on, and this peer may believe that it coordinates
             others = [PeerID(k) for k in commit.members if k != self.me.key and self._channel.is_connected(k)]
-            await asyncio.gather(*map(self.contacts.meet_peer, others[:MOST_ASKED]))
+            for other in others[:MOST_ASKED]:
+                self.node.spawn(self.contacts.meet_peer(other))
 
     # -- messages
 

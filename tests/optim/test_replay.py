@@ -151,7 +151,7 @@ def test_options_are_those_of_the_last_epoch_and_inner_steps_survive() -> None:
         assert late.optimizer.outer_optimizer.param_groups[0]["lr"] == 0.3
         torch.testing.assert_close(flat(late.model) - anchor(late), drift, rtol=1e-4, atol=1e-6)
         assert drift.abs().max() > 0
-        assert late.optimizer.local_progress.samples_accumulated == 16
+        assert late.optimizer._epoch._accumulation.samples == 16
 
 
 def anchor(peer: Peer) -> torch.Tensor:

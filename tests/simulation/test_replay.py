@@ -257,6 +257,23 @@ def test_a_commit_of_which_nobody_has_the_result_is_void_and_costs_one_download(
     run(scenario(), until=100.0)
 
 
+def test_a_commit_that_its_coordinator_has_not_signed_is_not_believed() -> None:
+    async def scenario() -> None:
+        world, board = World(4), Board()
+        veterans = await trainers_of(world, board, 3)
+        await asyncio.gather(*(trainer.train(2) for trainer in veterans))
+        newcomer = await late_by(world, board, veterans, 4)
+
+        def lie(message: Any, answer: Any) -> Any:
+            return msgspec.structs.replace(answer, samples=1e9) if isinstance(answer, Commit) else answer
+
+        for trainer in veterans:
+            lying(trainer, lie)
+        assert not await newcomer.peer.swarm.learn_of_round()
+
+    run(scenario(), until=100.0)
+
+
 def test_a_wrong_chunk_is_fetched_from_another_member() -> None:
     async def scenario() -> None:
         world, board = World(4), Board()

@@ -196,3 +196,22 @@ def test_one_that_drips_among_others_is_the_one_that_is_dropped():
             plan.received(*(pair := waiting.pop(0)), DIGESTS[pair[1]], now)
     assert list(plan.dropped) == [ANN]
     assert plan.chunks_from == {BOB: 10}
+
+
+def test_while_this_process_was_stopped_nobody_was_silent():
+    plan = planned(DIGESTS, [ANN, BOB], window=1)
+    assert plan.next_requests(0.0) == [(ANN, 0), (BOB, 1)]
+    plan.stood_still(100.0)
+    assert plan.next_requests(100.0) == []
+    assert not plan.dropped
+    assert plan.received(ANN, 0, DIGESTS[0], 101.0)
+    assert plan.next_requests(101.0) == [(ANN, 2)]
+    assert (BOB, 1) not in plan.next_requests(106.0)
+    plan.next_requests(120.5)
+    assert list(plan.dropped) == [BOB], "it is silent from then on"
+
+
+def test_chunks_that_are_here_are_not_asked_for():
+    plan = DownloadPlan(DIGESTS[:4], [1 << 20] * 4, [ANN], have=[0, 2])
+    assert plan.next_requests(0.0) == [(ANN, 1), (ANN, 3)]
+    assert plan.missing == {1, 3}

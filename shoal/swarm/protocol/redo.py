@@ -31,11 +31,11 @@ class RedoLog:
 
     [Note: what a liar can do]
     Who replays asks several members which round followed its tip, and believes a COMMIT that more than half of the
-    answers name. So one liar among them can only prevent the replay, and this costs a download. A wrong chunk does not
-    have its digest. It costs its bytes, and other members send the chunk. If a majority lies, the peer gets a wrong
-    state, as it does if it downloads from them. If nobody sends the result of a COMMIT, it is void, and the peer
-    downloads. Whoever pretends to replay or to download keeps the log wanted: that costs the others a copy of each
-    result, and at most `max_bytes` of memory.
+    answers name. So one liar among three is outvoted. One of two can only prevent the replay, which costs a download. A
+    wrong chunk does not have its digest. It costs its bytes, and other members send the chunk. If a majority lies, the
+    peer gets a wrong state, as it does if it downloads from them. If nobody sends the result of a COMMIT, it is void,
+    and the peer downloads. Whoever pretends to replay or to download keeps the log wanted: that costs the others a copy
+    of each result, and at most `max_bytes` of memory.
 
     Args:
         max_bytes: how many bytes of results it keeps. It drops the oldest rounds. With 0 it is never wanted.
