@@ -158,27 +158,29 @@ class Loading:
     async def _tell(self) -> bool:
         """Tell the holders, and the coordinator, how long it still takes. Returns as `reserve`."""
         state, passed = self._state or self._peer.tip, self._passed() - self._before
-        rate, ahead = self._rate(passed), self._ahead(state)
+        rate, ahead, epoch = self._rate(passed), self._ahead(state), self._pause.epoch
         left = max(0.0, WHOLE * self._nbytes - passed)
         rounds = (ahead.epoch - state.epoch) * (self._result_bytes or 0.0)
-        seconds = (left + rounds) / rate if rate else 0.0
+        seconds = min((left + rounds) / rate, msg.NEVER) if rate else 0.0
         one = self._result_bytes / rate if rate and self._result_bytes is not None else math.inf
-        asks = not (one <= CATCHES_UP * self._pause.epoch and seconds > one)
-        moving, seconds = rate if left or rounds else 0.0, min(seconds, msg.NEVER)
+        asks, replays = one > CATCHES_UP * epoch or seconds <= one, one < epoch
         self.progress = (min(passed, self._nbytes), self._nbytes, seconds)
-        answer = await self._report(msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks))
+        moving = rate if left or rounds else 0.0
+        answer = await self._report(
+            msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks, replays=replays)
+        )
         self._log(passed, seconds, ahead.epoch - state.epoch)
         if isinstance(answer, msg.Pause):
             self._pause = answer
             self._peer.newcomers.adopt(answer.budget, _now())
         is_late = isinstance(answer, msg.Hello) and answer.tip.outranks(ahead)
         # Each epoch would bring less than what one takes.
-        falls_behind = one > self._pause.epoch > 0 and self._nbytes / rate > self._pause.epoch if rate else False
+        falls_behind = not replays and self._pause.epoch > 0 and self._nbytes > rate * self._pause.epoch
         is_refused = isinstance(answer, msg.Pause) and asks and not answer.seconds and falls_behind
-        is_hopeless = is_refused or (is_late and one > self._pause.epoch)
+        is_hopeless = is_refused or (is_late and (self._result_bytes is None or falls_behind))
         if is_hopeless and rate and left and self._state and not self._refused.done():
             self._refused.set_result(refusal(self._nbytes / rate, self._pause))
-        return isinstance(answer, msg.Pause) or self._result_bytes is not None
+        return isinstance(answer, msg.Pause) or replays
 
     async def _report(self, report: msg.Progress) -> msg.Pause | msg.Hello | None:
         """Send a report to all holders, and to the coordinator if it is none of them. Returns the coordinator's answer,

@@ -140,6 +140,7 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
         counted: if False, the report does not count; the sender only wants the answer.
         loading: the sender is a newcomer that loads the run's state, and will be at that tip in `seconds`. It receives
             `rate` bytes per second, or 0 if nothing moves at present. If it `asks`, the round is to wait for it.
+        replays: without that wait, it would replay the rounds that it misses.
         presence: where the sender's trainer is. If it is elsewhere, the report has no samples, and earlier ones are
             void.
     """
@@ -153,6 +154,7 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True):
     counted: bool = True
     loading: bool = False
     presence: Presence = Presence.HERE
+    replays: bool = False
 
 
 class Pause(msgspec.Struct, array_like=True, frozen=True):

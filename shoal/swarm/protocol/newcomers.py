@@ -147,7 +147,7 @@ class Newcomers:
         fits = (report.seconds if claim.holds else least) - due_in <= budget
         claim.until = now + min(takes, budget + due_in)
         claim.holds = report.asks and fits and claim.is_true and claim.until > now
-        if report.asks and report.rate and not fits:
+        if report.asks and report.rate and not (fits or report.replays):
             self._deny(key, report.seconds, takes - due_in, now)
         return Pause(claim.until - now if claim.holds else 0.0, budget, self._share, epoch)
 
