@@ -14,6 +14,7 @@ import torch
 import shoal
 from shoal.compression import Float16Compression, Uniform8BitQuantization
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
+from tests.soaked import only_in_soak
 
 pytestmark = [pytest.mark.usefixtures("all_are_here"), pytest.mark.alone]
 
@@ -31,6 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "outer late": {"outer": shoal.DiLoCo(overlap="free"), "scheduler": None},
     "outer in parts": {"outer": shoal.DiLoCo(fragments=2), "scheduler": None},
 }
+SHOWN = ("at once", "delayed", "local updates", "8 bit", "outer in parts")  # the others in make soak
 
 
 class Peer:
@@ -166,7 +168,7 @@ def catch_up(peer: Peer, epoch: int) -> None:
     assert peer.optimizer.local_epoch == epoch
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode in SHOWN else [only_in_soak]) for mode in MODES])
 def test_a_newcomer_that_is_epochs_late_replays_them(mode: str) -> None:
     with run_of(**MODES[mode]) as make:
         veterans = [make(), make()]

@@ -60,7 +60,7 @@ def test_a_newcomer_is_in_the_round_after_its_download(seed: int) -> None:
     run(scenario(), until=200.0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_newcomer_whose_download_takes_longer_than_an_epoch_is_awaited(seed: int) -> None:
     """Wherever in an epoch it asks, and however late its question comes: it takes a state that can still wait."""
 
