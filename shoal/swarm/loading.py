@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -67,7 +67,6 @@ class Loading:
         self._channel, self._contacts, self._peer, self._timeout = channel, contacts, peer, timeout
         self._result_bytes, self.rate = result_bytes, rate
         self._state: Tip | None = None  # the state that it downloads; None if it is at `Peer.tip`, and replays
-        self._told: dict[bytes, Tip] = {}  # the tips of holders, as they have told them
         self._nbytes = 0  # of that state
         self._holders: Sequence[PeerID] = ()
         self._coordinator: Sequence[bytes] = ()  # its key, if it is known and no holder of the state
@@ -76,7 +75,7 @@ class Loading:
         self._pause = msg.Pause()  # the coordinator's last answer
         self._task: asyncio.Task[None] | None = None
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
-        self._logged_at = self._began = _now()
+        self._logged_at = _now()
         self.progress = (0, 0, 0.0)
 
     async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
@@ -101,7 +100,6 @@ class Loading:
         self._state, self._holders, self._nbytes = state, holders, nbytes
         self._before = self._passed()
         self._samples.clear()
-        self._told = {holder.key: told for holder in holders if (told := self._contacts.told.get(holder.key))}
         self.progress = (0, nbytes, 0.0)
         self._contacts.losses.news.set()
         if self._task is None:
@@ -148,12 +146,9 @@ class Loading:
         return self.rate
 
     def _ahead(self, state: Tip) -> Tip:
-        """The tip at which most of the holders are, if it is ahead of the state, and this peer can get there."""
-        told = Counter(self._told.values())
-        ahead = [tip for tip in told if tip.outranks(state)]
-        if self._result_bytes is None or not ahead:
-            return state
-        return max(ahead, key=lambda tip: (told[tip], tip.epoch))
+        """The tip at which the members are, if it is ahead of the state, and this peer can get there."""
+        behind = self._peer.participant.behind(_now())
+        return behind if self._result_bytes is not None and behind is not None and behind.outranks(state) else state
 
     async def _tell(self) -> bool:
         """Tell the holders, and the coordinator, how long it still takes. Returns as `reserve`."""
@@ -203,7 +198,7 @@ class Loading:
         try:
             answer = (await self._channel.ask(key, report, self._timeout)).body
             if isinstance(answer, msg.Hello):
-                self._told[key] = answer.tip
+                self._peer.told(key, answer.tip, _now())
             return answer
         except (P2PError, TimeoutError) as error:
             log.debug("could not tell %r that this peer loads the state: %s", PeerID(key), error)
