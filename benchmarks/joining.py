@@ -148,7 +148,7 @@ def run(bed_class: Any, cell: Cell, side: Side, folder: Path) -> dict[str, Any]:
             until = time.monotonic() + seconds
             while not done() and time.monotonic() < until:
                 if any(peer.process.poll() is not None for peer in peers):
-                    raise RuntimeError(f"a peer has ended: {(folder / 'log').read_text()[-2000:]}")
+                    raise RuntimeError("a peer has ended")
                 time.sleep(0.05)
             return bool(done())
 
@@ -164,7 +164,7 @@ def run(bed_class: Any, cell: Cell, side: Side, folder: Path) -> dict[str, Any]:
             peer.begin()
         time.sleep(ALONE)
         if not wait(120 + 8 * cell.epoch, lambda: all(len(whole(peer, cell)) > COMMON for peer in members)):
-            raise RuntimeError(f"the members did not train: {(folder / 'log').read_text()[-2000:]}")
+            raise RuntimeError("the members did not train")
         time.sleep(cell.epoch / 2)
         newcomers = start(cell.newcomers)
         for peer in newcomers:
@@ -182,15 +182,16 @@ def whole(peer: Peer, cell: Cell) -> list[dict[str, Any]]:
 
 def common(newcomer: Peer, members: list[Peer], cell: Cell) -> list[dict[str, Any]]:
     """A newcomer's epochs that members have made with it; not those whose result it has fetched afterwards."""
-    ended = shared(members)
+    ended = shared(members, at_least=len(members) + 1)
     taken = [line for line in newcomer.of("EpochReport") if line["peers"] > len(members)]
     late = 1 + cell.seconds(cell.result) / 2
     return [line for line in taken if line["time"] < ended.get((line["epoch"], line["digest"]), 0.0) + late]
 
 
-def shared(members: list[Peer]) -> dict[tuple[int, str], float]:
-    """When members had ended their epochs; each with the digest of its state."""
-    return {(line["epoch"], line["digest"]): line["time"] for peer in members for line in peer.of("EpochReport")}
+def shared(members: list[Peer], at_least: int = 1) -> dict[tuple[int, str], float]:
+    """When members had ended their epochs that so many made; each with the digest of its state."""
+    lines = [line for peer in members for line in peer.of("EpochReport") if line["peers"] >= at_least]
+    return {(line["epoch"], line["digest"]): line["time"] for line in lines}
 
 
 def report(cell: Cell, members: list[Peer], newcomers: list[Peer], ended: float) -> dict[str, Any]:
@@ -347,7 +348,7 @@ def main() -> None:
                 results.append(run(bed_class, cell, side, folder))
             except Exception as error:  # noqa: BLE001 - the other cells are measured
                 results.append({"cell": cell.name, "side": side.name, "failed": repr(error)})
-                print(error, file=sys.stderr)
+                print(f"{error!r}; the end of the log:\n{(folder / 'log').read_text()[-2000:]}", file=sys.stderr)
             print(table(row(results[-1]), []).splitlines()[0], flush=True)
             (RESULTS / f"{args.name}.md").write_text(text_of(facts, cells, results))
             data = {"environment": facts, "cells": [asdict(cell) for cell in cells], "results": results}
