@@ -42,9 +42,10 @@ from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
 
-TENSORS_OF_OPTIMIZER = 16
 TENSORS_OF_ADAM = 3  # the parameters and two moments
 SCALARS_BYTES = 1 << 16  # of a small state: options, counts of steps
+
+TENSORS_OF_OPTIMIZER = 16
 """Limits the size of a download: the parameter itself, and 15 tensors of its shape, in float32 or in the parameter's
 dtype. No known optimizer keeps more."""
 

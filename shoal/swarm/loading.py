@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -70,10 +70,11 @@ class Loading:
         self._nbytes = 0  # of that state
         self._holders: Sequence[PeerID] = ()
         self._coordinator: Sequence[bytes] = ()  # its key, if it is known and no holder of the state
-        self._before = 0  # bytes that had passed between this peer and the holders when the download began
+        self._moved: dict[PeerID, int] = {}  # by holder: the bytes that had passed when they were last counted
+        self._passed = 0  # bytes that have passed between this peer and the holders since the download began
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that have passed since)
         self._pause = msg.Pause()  # the coordinator's last answer
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
         self._logged_at = _now()
         self.progress = (0, 0, 0.0)
@@ -98,12 +99,13 @@ class Loading:
 
     def _begin(self, state: Tip | None, holders: Sequence[PeerID], nbytes: int) -> None:
         self._state, self._holders, self._nbytes = state, holders, nbytes
-        self._before = self._passed()
+        self._moved, self._passed = {}, 0
+        self._count()
         self._samples.clear()
         self.progress = (0, nbytes, 0.0)
         self._contacts.losses.news.set()
-        if self._task is None:
-            self._task = self._channel.node.spawn(self._keep_telling())
+        if not self._tasks:
+            self._spawn(self._keep_telling())
 
     async def unless_refused(self, download: Coroutine[Any, Any, T]) -> T:
         """Await the download. Raises DoesNotFit, and cancels the download, if it can't lead this peer into the run."""
@@ -119,19 +121,30 @@ class Loading:
 
     def close(self) -> None:
         """This peer is at the state, or has given up."""
-        if self._task is not None:
-            self._task.cancel()
-            self._contacts.losses.news.set()
+        for task in self._tasks:
+            task.cancel()
+        self._contacts.losses.news.set()
 
     async def _keep_telling(self) -> None:
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            self._channel.node.spawn(self._tell())  # on a slow line, answers are queued behind chunks
+            self._spawn(self._tell())  # on a slow line, answers are queued behind chunks
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = self._channel.node.spawn(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- how far it is
 
-    def _passed(self) -> int:
-        return sum(self._channel.node.transport.moved(holder) for holder in self._holders)
+    def _count(self) -> int:
+        """The bytes that have passed between this peer and the holders since the download began. Those that have passed
+        on a connection that was lost count as well."""
+        for holder in self._holders:
+            moved = self._channel.node.transport.moved(holder)
+            self._passed += max(0, moved - self._moved.get(holder, moved))
+            self._moved[holder] = moved
+        return self._passed
 
     def _rate(self, passed: int) -> float:
         """The bytes per second that arrive at present, or as before if that is not known."""
@@ -152,7 +165,7 @@ class Loading:
 
     async def _tell(self) -> bool:
         """Tell the holders, and the coordinator, how long it still takes. Returns as `reserve`."""
-        state, passed = self._state or self._peer.tip, self._passed() - self._before
+        state, passed = self._state or self._peer.tip, self._count()
         rate, ahead, epoch = self._rate(passed), self._ahead(state), self._pause.epoch
         left = max(0.0, WHOLE * self._nbytes - passed)
         rounds = (ahead.epoch - state.epoch) * (self._result_bytes or 0.0)
@@ -167,7 +180,8 @@ class Loading:
         self._log(passed, seconds, ahead.epoch - state.epoch)
         if isinstance(answer, msg.Pause):
             self._pause = answer
-            self._peer.newcomers.adopt(answer.budget, _now())
+            if not self._peer.participant.made:
+                self._peer.newcomers.adopt(answer.budget, _now())
         is_late = isinstance(answer, msg.Hello) and answer.tip.outranks(ahead)
         # Each epoch would bring less than what one takes.
         falls_behind = not replays and self._pause.epoch > 0 and self._nbytes > rate * self._pause.epoch
@@ -181,18 +195,22 @@ class Loading:
         """Send a report to all holders, and to the coordinator if it is none of them. Returns the coordinator's answer,
         or HELLO if a member is past that tip."""
         answers = await self._ask_all([*(holder.key for holder in self._holders), *self._coordinator], report)
-        named = [one.coordinator for one in answers if isinstance(one, msg.Elsewhere)]
-        asked = {holder.key for holder in self._holders}
-        others = [member for member in dict.fromkeys(named) if member.key not in asked]
-        if others and not any(isinstance(one, msg.Count) for one in answers):
-            await self._contacts.meet(others[0])
-            self._coordinator = [others[0].key]  # next time it hears at once: the holders' answers may take long
-            answers += await self._ask_all(self._coordinator, report)
-        counts = [one.pause for one in answers if isinstance(one, msg.Count)]
-        return next((one for one in [*counts, *answers] if isinstance(one, msg.Pause | msg.Hello)), None)
+        named = Counter(one.coordinator for one in answers.values() if isinstance(one, msg.Elsewhere))
+        coordinator = max(named, key=lambda member: named[member], default=None)
+        if coordinator is not None and coordinator.key not in answers:
+            await self._contacts.meet(coordinator)
+            self._coordinator = [coordinator.key]  # next time it hears at once: the holders' answers may take long
+            answers |= await self._ask_all(self._coordinator, report)
+        if coordinator is not None and isinstance(answers[coordinator.key], msg.Count):
+            answers = {coordinator.key: answers[coordinator.key]}  # others may claim to coordinate, too
+        pauses = [one.pause for one in answers.values() if isinstance(one, msg.Count)]
+        if pauses:
+            return max(pauses, key=lambda pause: pause.seconds)
+        return next((one for one in answers.values() if isinstance(one, msg.Hello)), None)
 
-    async def _ask_all(self, keys: Sequence[bytes], report: msg.Progress) -> list[object]:
-        return list(await asyncio.gather(*(self._ask(key, report) for key in dict.fromkeys(keys))))
+    async def _ask_all(self, keys: Sequence[bytes], report: msg.Progress) -> dict[bytes, object]:
+        once = list(dict.fromkeys(keys))
+        return dict(zip(once, await asyncio.gather(*(self._ask(key, report) for key in once)), strict=True))
 
     async def _ask(self, key: bytes, report: msg.Progress) -> object:
         try:

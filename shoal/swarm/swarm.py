@@ -301,7 +301,8 @@ class Swarm:
         """Do not ask for others' states for so many seconds, and rest: the run has no room for this peer before.
         Returns after how many seconds it may ask again."""
         now = self._now()
-        return self._ask_at([self.peer.view.wait(now, seconds)]) - now
+        until = self.peer.view.wait(now, seconds)
+        return self._ask_at([until]) - now if until > now else self.forget_behind()
 
     def _ask_at(self, times: Sequence[float]) -> float:
         for time in times:
@@ -833,7 +834,10 @@ class Swarm:
 
     def _tick(self, due: float) -> None:
         self._timer = self._wake_at = None
-        self.peer.tick(max(due, self._now()))  # a loop may call early, by the resolution of its clock
+        now = max(due, self._now())  # a loop may call early, by the resolution of its clock
+        if now - due > 2 * LOOK_SECONDS:
+            self.peer.stood_still(now)
+        self.peer.tick(now)
         self._act()
 
     def _look_how_it_is_reached(self) -> None:

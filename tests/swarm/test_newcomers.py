@@ -14,6 +14,8 @@ from shoal.swarm.protocol.newcomers import (
     LONGEST_SECONDS,
     SPARE,
     SPARE_SECONDS,
+    TOLERANCE,
+    TOLERANCE_SECONDS,
     Newcomers,
 )
 from shoal.swarm.protocol.tip import Tip
@@ -133,22 +135,47 @@ def test_a_thousand_keys_have_one_budget() -> None:
     assert held <= FIRST_SECONDS
 
 
-def test_members_bear_a_lying_coordinator_within_the_budget() -> None:
-    member = Newcomers(0.1)
+@pytest.mark.parametrize("share", [0.1, 0.0])
+def test_members_bear_a_lying_coordinator_within_the_budget(share: float) -> None:
+    """It says again and again that the round waits a little longer."""
+    member, most = Newcomers(share), TOLERANCE * (FIRST_SECONDS if share else 0.0) + TOLERANCE_SECONDS
     member.new_tip(TIP, 0.0)
-    for now in range(0, 2000, 2):
-        member.told(600.0, float(now))
-        if member.told_until <= now + 6.0:
-            break
-    assert now < 1.3 * FIRST_SECONDS + 10.0
+    for now in range(2000):
+        member.told(10.0, float(now))
+    assert member.told_until == 1999.0, "the deadline for BEGIN counts"
+    member.is_over(2000.0)
+    member.told(10.0, 2000.0)
+    assert member.told_until <= 2000.0 + TOLERANCE_SECONDS + TOLERANCE * share * 2000
+    other = Newcomers(share)
+    other.new_tip(TIP, 0.0)
+    other.told(600.0, 0.0)
+    assert other.told_until == pytest.approx(most)
 
 
-def test_a_newcomer_takes_over_the_budget_but_no_larger_one_than_a_young_run_has() -> None:
+def test_a_newcomer_takes_over_the_budget() -> None:
     new = Newcomers(0.1)
     new.adopt(17.0, 5.0)
     assert new.budget(5.0) == 17.0
     new.adopt(1e9, 5.0)
-    assert new.budget(5.0) == FIRST_SECONDS
+    assert new.budget(5.0) == LONGEST_SECONDS
+
+
+def test_the_run_saves_only_for_newcomers_that_are_there() -> None:
+    run = Run()
+    run.claims(1, 400.0)
+    assert not run.claims(2, 0.0, rate=0.0).seconds, "its first seconds would use up what the other waits for"
+    run.newcomers.gone(key(1))
+    assert run.claims(3, 0.0, rate=0.0).seconds == IDLE_SECONDS
+
+
+def test_a_coordinator_that_was_stopped_first_hears_the_newcomers() -> None:
+    run = Run()
+    run.claims(1, 20.0)
+    run.now += 31.0
+    assert run.newcomers.until(TIP) < run.now
+    run.newcomers.stood_still(run.now)
+    assert run.newcomers.until(TIP) == run.now + IDLE_SECONDS
+    assert run.claims(1, 5.0).seconds > 5.0
 
 
 def test_a_successor_knows_who_loads_and_trusts_it_at_first() -> None:

@@ -8,7 +8,7 @@ single wait. A run begins with FIRST_SECONDS, so that a young run takes newcomer
 
 Every member keeps the budget, by what it sees: the time between the answer to its JOIN and BEGIN, while the coordinator
 says that the round waits for newcomers. So a new coordinator knows what was spent, and a coordinator that lies does not
-hold the members for longer than their own budgets allow. A newcomer takes over the budget that the coordinator tells.
+hold the members for longer than their own budgets allow. A newcomer takes over the budget that it is told.
 
 The claim of a newcomer holds BEGIN only while the donors see its bytes move, at half of the rate that it says at least.
 """
@@ -75,9 +75,8 @@ class Newcomers:
         self._claims: dict[bytes, _Claim] = {}
         self._moved: dict[bytes, int] = {}  # by newcomer: the bytes that have passed between it and this peer
         self._paused_at: float | None = None
-        self._denied: dict[bytes, None] = {}  # newcomers that wait for the run to have room
+        self._denied: dict[bytes, float] = {}  # newcomers that wait for room, each with the budget that it needs
         self._has_invited = False  # at this tip
-        self._missing = 0.0  # the least budget into which newcomers fit that were denied; 0 if none was
         self._told: dict[bytes, None] = {}
         self._quiet_until = -math.inf
         self.told_until = -math.inf
@@ -93,19 +92,18 @@ class Newcomers:
 
     def adopt(self, budget: float, now: float) -> None:
         """A coordinator has told this peer, which is new, the run's budget."""
-        self._saved, self._saved_at = min(budget, FIRST_SECONDS), now
+        self._saved, self._saved_at = min(budget, LONGEST_SECONDS), now
 
     def told(self, seconds: float, now: float) -> None:
         """The coordinator that has this peer's JOIN says that the round waits for newcomers for so long."""
-        self.told_until = now + min(seconds, TOLERANCE * self.budget(now) + TOLERANCE_SECONDS)
         if seconds and self._paused_at is None:
             self._saved, self._paused_at = self.budget(now), now
+        began = now if self._paused_at is None else self._paused_at
+        self.told_until = max(now, min(now + seconds, began + TOLERANCE * self._saved + TOLERANCE_SECONDS))
 
     def is_over(self, now: float) -> None:
         """The round has begun, or this peer has left its tip: what it has waited is spent."""
         if self._paused_at is not None:
-            if now - self._paused_at >= self._missing:
-                self._missing = 0.0
             self._saved, self._saved_at, self._paused_at = self.budget(now), now, None
         elif self._saved_at != self._saved_at:
             self._saved_at = now
@@ -143,7 +141,7 @@ class Newcomers:
             claim.watched_at, claim.seen = now, 0.0
         claim.rate = report.rate
         takes = SPARE * report.seconds + SPARE_SECONDS if report.rate else claim.moved_at + IDLE_SECONDS - now
-        least = max(takes, self._missing) if not report.rate and claim.watched_at == now else takes
+        least = max(takes, min(self._denied.values(), default=0.0)) if not report.rate else takes
         fits = (report.seconds if claim.holds else least) - due_in <= budget
         claim.until = now + min(takes, budget + due_in)
         claim.holds = report.asks and fits and claim.is_true and claim.until > now
@@ -155,10 +153,8 @@ class Newcomers:
         """A newcomer does not fit into the budget, which would have to be `least`. From now on the run saves for the
         newcomers that need the least of those: the first seconds of others, who do not know their rates yet, would use
         up what it saves."""
-        if least < LONGEST_SECONDS:
-            self._missing = min(least + GATHER_SECONDS, self._missing or math.inf)
-            if len(self._denied) < MAX_TOLD:
-                self._denied[key] = None
+        if least < LONGEST_SECONDS and len(self._denied) < MAX_TOLD:
+            self._denied[key] = least + GATHER_SECONDS
         if key in self._told or len(self._told) >= MAX_TOLD or now < self._quiet_until:
             return
         self._told[key], self._quiet_until = None, now + QUIET_SECONDS
@@ -193,6 +189,13 @@ class Newcomers:
         self.is_over(now)
         self._has_invited = False
         self._claims = {key: claim for key, claim in self._claims.items() if claim.tip == tip}
+        self._moved = {key: passed for key, passed in self._moved.items() if key in self._claims}
+
+    def stood_still(self, now: float) -> None:
+        """This peer's process did not run for a while, so it has not read what newcomers and donors have said."""
+        for claim in self._claims.values():
+            claim.until, claim.moved_at = max(claim.until, now + IDLE_SECONDS), now
+            claim.watched_at, claim.seen = now, 0.0
 
     # -- what donors see
 

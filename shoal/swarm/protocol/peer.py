@@ -386,12 +386,15 @@ class Peer:
         self.news += 1
 
     def answered_after(self, commits: Sequence[msg.Commit], now: float) -> None:
-        """Members that are past this peer's tip have answered AFTER with these commits. This peer has missed the round
-        that more than half of them name. Its coordinator may be a peer that it has never met."""
+        """Members have answered AFTER with these commits. This peer has missed the round that more than half of them
+        name. If that is a single one of several members, the coordinator must be one that this peer has met."""
         participant, votes = self.participant, Counter(commit.next_tip for commit in commits)
+        others = sum(self.view.reaches(key) and self.view.keeps_state(key) for key in self.view.others())
         for commit in commits if participant.missed is None else ():
-            is_most = commit.tip == self.tip and 2 * votes[commit.next_tip] > len(commits)
-            if is_most and self._is_valid(commit, now):
+            count = votes[commit.next_tip]
+            are_most = commit.tip == self.tip and 2 * count > len(commits)
+            is_known = count > 1 or 2 * count > others or self._may_decide(commit.coordinator)
+            if are_most and is_known and self._is_valid(commit, now):
                 participant.miss(commit)
                 self._resign(commit)
                 self.news += 1
@@ -464,7 +467,7 @@ class Peer:
     def _on_call(self, sender: bytes, call: msg.Call, now: float) -> None:
         """A peer that believes to be the coordinator calls the round of a tip."""
         participant = self.participant
-        if call.seconds and self.view.has_room(now):
+        if call.seconds and sender in self.view.members and self.view.has_room(now):
             self.news += 1
         if call.tip != self.tip:
             self._send([sender], self.hello())
@@ -782,6 +785,7 @@ class Peer:
     def stood_still(self, now: float) -> None:
         """See `Doubts.stood_still`."""
         self.doubts.stood_still(now)
+        self.newcomers.stood_still(now)
         self.participant.progressed(now)
 
     def _hold_to_deadlines(self, now: float) -> None:
