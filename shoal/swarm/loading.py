@@ -71,9 +71,10 @@ class Loading:
         self._holders: Sequence[PeerID] = ()
         self._coordinator: Sequence[bytes] = ()  # its key, if it is known and no holder of the state
         self._moved: dict[PeerID, int] = {}  # by holder: the bytes that had passed when they were last counted
+        self._began = 0.0
         self._passed = 0  # bytes that have passed between this peer and the holders since the download began
-        self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that have passed since)
-        self._pause = msg.Pause()  # the coordinator's last answer
+        self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that had passed)
+        self._pause = msg.Pause()  # the coordinator's last answer in this download
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
         self._logged_at = _now()
@@ -99,7 +100,7 @@ class Loading:
 
     def _begin(self, state: Tip | None, holders: Sequence[PeerID], nbytes: int) -> None:
         self._state, self._holders, self._nbytes = state, holders, nbytes
-        self._moved, self._passed = {}, 0
+        self._moved, self._passed, self._began, self._pause = {}, 0, _now(), msg.Pause()
         self._count()
         self._samples.clear()
         self.progress = (0, nbytes, 0.0)
@@ -121,6 +122,8 @@ class Loading:
 
     def close(self) -> None:
         """This peer is at the state, or has given up."""
+        if not self.rate and (passed := self._count()):  # the download was short
+            self.rate = passed / (_now() - self._began)
         for task in self._tasks:
             task.cancel()
         self._contacts.losses.news.set()
@@ -182,12 +185,10 @@ class Loading:
             self._pause = answer
             if not self._peer.participant.made:
                 self._peer.newcomers.adopt(answer.budget, _now())
-        is_late = isinstance(answer, msg.Hello) and answer.tip.outranks(ahead)
-        # Each epoch would bring less than what one takes.
+        # The run does not wait, or has gone on, and each epoch would bring less than what one takes.
+        is_denied = asks and not self._pause.seconds and answer is not None
         falls_behind = not replays and self._pause.epoch > 0 and self._nbytes > rate * self._pause.epoch
-        is_refused = isinstance(answer, msg.Pause) and asks and not answer.seconds and falls_behind
-        is_hopeless = is_refused or (is_late and (self._result_bytes is None or falls_behind))
-        if is_hopeless and rate and left and self._state and not self._refused.done():
+        if is_denied and falls_behind and rate and left and self._state and not self._refused.done():
             self._refused.set_result(refusal(self._nbytes / rate, self._pause))
         return isinstance(answer, msg.Pause) or replays
 
@@ -236,7 +237,7 @@ def refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
     """The error for a newcomer whose download takes so many seconds, after that answer of the coordinator."""
     missing = SPARE * seconds + SPARE_SECONDS + GATHER_SECONDS - pause.budget
     fits = pause.share > 0 and seconds < LONGEST_SECONDS
-    again = max(0.0, missing) / pause.share if fits else math.inf
+    again = max(1.0, missing / pause.share) if fits else math.inf
     when = f"In {again:.0f} s it may wait for as long" if fits else "It never waits for as long"
     # A health record has the first 160 bytes of it.
     return DoesNotFit(

@@ -147,7 +147,9 @@ class Swarm:
         self._fetching = Fetching(channel, chunk_timeout, self._progressed)
         self.loading: Loading | None = None
         # What a round that it replays costs it; None if it can't replay any.
-        self._result_bytes = rules.element_bytes * sum(rules.vector(0, with_state=False)) if redo_bytes else None
+        self._result_bytes = (
+            rules.element_bytes * sum(rules.vector(0, with_state=rules.state_always)) if redo_bytes else None
+        )
         self._rate = 0.0  # bytes per second of the last download
         self._measured = Measured() if measured is None else measured
         self._before: dict[bytes, Flow] = {}  # by member: what was delivered before the measured round began

@@ -19,7 +19,7 @@ from shoal.health.board import HealthBoard, Posted
 from shoal.health.record import FaultKind, Health
 from shoal.optim import vitals
 from shoal.optim.vitals import NOT_COMPARED
-from shoal.swarm.loading import _refusal
+from shoal.swarm.loading import refusal
 from shoal.swarm.losses import PutOut
 from shoal.swarm.protocol.messages import Pause
 from shoal.swarm.protocol.tip import Tip
@@ -224,7 +224,7 @@ def test_a_peer_that_loads_the_state_says_so_at_once(alone: Alone, monkeypatch: 
         optimizer._run._wait(reserve())
         wait_until(lambda: told() == [record.Joining(0, 57_000_000, 0.0)])
         assert swarm.loading is not None
-        monkeypatch.setattr(swarm.loading, "_passed", lambda: 12_000_000)
+        monkeypatch.setattr(swarm.loading, "_count", lambda: 12_000_000)
         optimizer._run._wait(swarm.loading._tell())
         assert health(optimizer).joining == record.Joining(12_000_000, 57_000_000, 0.0)
     wait_until(lambda: told() == [None])
@@ -241,7 +241,7 @@ def test_a_peer_whose_round_waits_for_newcomers_says_how_long(alone: Alone) -> N
 
 
 def test_the_reason_why_a_peer_does_not_fit_says_what_to_do_within_a_record() -> None:
-    reason = record.printable(str(_refusal(1234.0, Pause(0.0, 600.0, 12345.0, 1234.5678))), record.MAX_REASON)
+    reason = record.printable(str(refusal(1234.0, Pause(0.0, 600.0, 12345.0, 1234.5678))), record.MAX_REASON)
     for what in ("1234 s", "600 s", "wait_for_newcomers", "target_batch_size", "DiLoCo", "load_state_compression"):
         assert what in reason
 
