@@ -509,6 +509,16 @@ def test_no_coordinator_is_doubted_because_another_says_that_it_brought_very_muc
     assert peer.doubts.is_due()
 
 
+def test_who_is_behind_doubts_no_coordinator() -> None:
+    """It downloads, and on a slow line answers are queued behind the chunks."""
+    peer = peer_2()
+    coordinator = peer.participant.coordinator().key
+    peer.asks_coordinator(coordinator, 10.0, samples=0.0)
+    peer.told(key(3), TIP.after(b"root", 8.0), 11.0)
+    peer.doubts.look(30.0)
+    assert coordinator not in peer.participant.doubted
+
+
 def test_as_many_doubts_as_there_are_can_be_passed_on() -> None:
     peer = peer_2()
     for of in range(3):

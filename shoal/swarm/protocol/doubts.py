@@ -74,6 +74,9 @@ class Doubts:
         coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
         if coordinator == self._me or participant.missed is not None:
             return
+        if participant.input is None and participant.behind(now) is not None:
+            deadlines.forgive(now)  # this peer loads another state, and answers are queued behind its chunks
+            return
         for duty in Duty if is_in_round else (Duty.DECIDE,):
             deadlines.done(coordinator, duty)
         stands_since = max(self._begun_at(coordinator, now), participant.progressed_at)
