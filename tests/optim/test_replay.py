@@ -177,6 +177,7 @@ def test_a_newcomer_that_is_epochs_late_replays_them(mode: str) -> None:
         late.optimizer.step(batch_size=0)
         assert late.optimizer.local_epoch == 2
         assert late.kinds() == ["Download"]
+        assert late.optimizer._run.swarm._result_bytes, "it would think that each round costs it nothing"
         epochs(veterans, 4)
         late.step(0, 8)
         catch_up(late, 6)

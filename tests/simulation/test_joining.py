@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.download import DownloadPlan
+from shoal.swarm.protocol.messages import Count, Pause, Progress
 from shoal.swarm.protocol.newcomers import FIRST_SECONDS
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from tests.simulation.swarms import Board, spawn_peer, spawn_swarm
@@ -82,6 +84,34 @@ def test_newcomers_that_come_together_are_awaited_together() -> None:
         assert len({trainer.tip for trainer in [*veterans, *newcomers]}) == 1
 
     run(scenario(), until=300.0)
+
+
+def test_a_holder_that_claims_that_there_is_no_room_is_not_believed() -> None:
+    """It answers as only the coordinator does. And a donor is killed: what it has sent counts as sent."""
+
+    async def scenario() -> None:
+        world, board = World(3), Board()
+        veterans = await _veterans(world, board, 4)
+        await asyncio.gather(*(trainer.train(4) for trainer in veterans))
+        lead = veterans[0].peer.swarm.peer.participant.coordinator().key
+        liar, killed, *_ = (trainer for trainer in veterans if trainer.peer.key != lead)
+        answer = liar.peer.swarm.peer._on_progress
+
+        def lie(sender: bytes, report: Progress, now: float) -> Any:
+            if report.loading:
+                return Count(report.tip, 0.0, 0.0, 1, False, pause=Pause(0.0, 0.0, 1e-9, 0.001))
+            return answer(sender, report, now)
+
+        liar.peer.swarm.peer._on_progress = lie  # type: ignore[method-assign]
+        newcomer = await _newcomer(world, board, 40.0)
+        tasks = [each.peer.node.spawn(each.train_on([*veterans, newcomer], 12)) for each in [*veterans, newcomer]]
+        await asyncio.sleep(15.0)
+        world.kill(killed.peer.node.peer_id)
+        await asyncio.wait(tasks)
+        assert len(newcomer.downloaded) == 1
+        assert newcomer.outcomes[0].begin.tip == newcomer.downloaded[0]
+
+    run(scenario(), until=400.0)
 
 
 @only_in_soak
