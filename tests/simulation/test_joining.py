@@ -87,7 +87,7 @@ def test_newcomers_that_come_together_are_awaited_together() -> None:
 
 
 def test_a_holder_that_claims_that_there_is_no_room_is_not_believed() -> None:
-    """It answers as only the coordinator does. And a donor is killed: what it has sent counts as sent."""
+    """It answers as only the coordinator does. And a donor is killed meanwhile."""
 
     async def scenario() -> None:
         world, board = World(3), Board()
