@@ -97,6 +97,7 @@ class Loading:
     def replay(self, holders: Sequence[PeerID]) -> None:
         """This peer is about to replay the rounds that follow its state. `holders` are members that are past it."""
         self._begin(None, holders, 0)
+        self._spawn(self._tell())
 
     def _begin(self, state: Tip | None, holders: Sequence[PeerID], nbytes: int) -> None:
         self._state, self._holders, self._nbytes = state, holders, nbytes
@@ -163,8 +164,8 @@ class Loading:
 
     def _ahead(self, state: Tip) -> Tip:
         """The tip at which the members are, if it is ahead of the state, and this peer can get there."""
-        behind = self._peer.participant.behind(_now())
-        return behind if self._result_bytes is not None and behind is not None and behind.outranks(state) else state
+        best = self._peer.view.best(_now())
+        return best if self._result_bytes is not None and best is not None and best.outranks(state) else state
 
     async def _tell(self) -> bool:
         """Tell the holders, and the coordinator, how long it still takes. Returns as `reserve`."""
