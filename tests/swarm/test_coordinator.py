@@ -141,6 +141,14 @@ def test_one_that_follows_a_very_high_ballot_does_not_keep_the_others_from_follo
     assert begin.ballot == Ballot(number, key(1))
 
 
+def test_a_very_high_ballot_does_not_count_if_its_follower_alone_has_joined() -> None:
+    """Otherwise this peer's own ballot stays so high at this tip that no member follows it any more."""
+    coordinator = gathering(1, 2, 3)
+    join(coordinator, 2, attempt=(1 << 52) - 1)
+    coordinator.tick(coordinator.deadline)
+    assert the(coordinator.tick(coordinator.deadline), Begin).ballot == Ballot(1, key(1))
+
+
 def test_who_does_not_join_is_called_once_more_and_then_left_out() -> None:
     coordinator = gathering(1, 2, 3)
     join(coordinator, 1, patience=5.0)

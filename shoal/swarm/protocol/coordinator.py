@@ -527,9 +527,10 @@ class Coordinator:
         with_state = self.rules.averages_state(self.tip.epoch, joins)
         sizes = self.rules.vector(self.tip.epoch, with_state)
         elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
-        attempts = sorted(join.attempt for join in joins)
+        own = [] if self.me in self.joins else [self.ballot.number]
+        attempts = sorted([*own, *(join.attempt for join in joins)])
         # Half of the members follow an attempt up to this one. So a member that lies, or that a liar has led to a very
-        # high attempt, does not matter.
+        # high attempt, does not matter. If it alone has joined, this peer's own attempt is the other half.
         usual = attempts[(len(attempts) - 1) // 2]
         known = (attempt for attempt in attempts if attempt <= usual + MAX_LEAP)
         self.ballot = Ballot(1 + max(self.ballot.number, *known), self.me)
