@@ -256,7 +256,7 @@ def timeline(members: list[Peer], newcomers: list[Peer], long: float) -> list[st
 
 
 def row(result: dict[str, Any]) -> list[str]:
-    """A row of the table: of several peers the most; all are in the JSON."""
+    """A row of the table. Where peers differ, it has the largest number; the JSON has all."""
     if "failed" in result:
         return [result["cell"], result["side"], *["failed"] * (len(HEAD) - 2)]
     pauses = max(result["pauses"], key=sum)

@@ -141,7 +141,8 @@ class Joining(msgspec.Struct, array_like=True, frozen=True):
     """How far this peer, which loads the run's state, has come.
 
     Attributes:
-        has, of: bytes that have arrived, and those of the state; 0 while it asks who has the state.
+        has: how many bytes have arrived.
+        of: how many bytes the state has; 0 while the peer asks who has it.
         seconds: how long it still takes; 0 if that is not known.
     """
 

@@ -22,7 +22,7 @@ from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulation import Accumulation
 from shoal.optim.drift import Drift
-from shoal.optim.epoch_round import Averaged, EpochRound, OwnRounds, report_of
+from shoal.optim.epoch_round import Averaged, EpochRound, report_of
 from shoal.optim.forks import Forks
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.kept import Keeper, Kept, read_kept
@@ -688,9 +688,9 @@ class Epoch:
         timeout, began = self._settings.load_state_timeout, time.monotonic()
         mine = self._replica.tip
         self._follow_pin()
-        if not donors and not isinstance(self._gradients, OwnRounds) and self.is_behind:
+        if not donors and self._run.swarm.can_replay and self.is_behind:
             with self._run.loading():
-                self._run.replays()
+                self._run.begin_replay()
                 self._replay()
         if not donors and self._replica.tip != mine and not self.is_behind:
             return  # the others had followed the pin already
@@ -713,13 +713,11 @@ class Epoch:
             # It could not follow the members of the last round, which must not wait for it.
             self._accumulation.leave()
             self._run.follow(tip)
-        seconds = self._run.call(
-            lambda: (
-                swarm.wait_for_room(min(error.again, LONGEST_REST))
-                if isinstance(error, DoesNotFit)
-                else swarm.forget_behind(cost)
-            )
-        )
+        if isinstance(error, DoesNotFit):
+            room_in = min(error.again, LONGEST_REST)
+            seconds = self._run.call(lambda: swarm.wait_for_room(room_in))
+        else:
+            seconds = self._run.call(lambda: swarm.forget_behind(cost))
         if error is None:
             return
         what = "it brings no samples" if swarm.rests(tip) else "it goes on training with those that hold the same one"

@@ -195,7 +195,7 @@ class GroupOptions:
                     put(group, name, kept)
 
     def adopt(self, options: bytes) -> None:
-        """Take the run's encoded options as this peer's own, but not those of `scheduler=`, which has made its own."""
+        """Set this peer's options to the run's encoded ones, but not those that `scheduler=` sets: it was stepped."""
         for name, values in (self._columns_of(options) if options else {}).items():
             if not isinstance(values, bytes) and name not in self._scheduled:
                 for group, value in zip(self._groups(name), values, strict=True):

@@ -265,7 +265,7 @@ class Run:
 
         return self._wait(download())
 
-    def replays(self) -> None:
+    def begin_replay(self) -> None:
         """Within `loading`: this peer is about to replay rounds, and the members hear how long that takes."""
         donors, loading = self.donors(), self.swarm.loading
         assert loading is not None

@@ -57,8 +57,8 @@ class Loading:
 
     Attributes:
         rate: the last known one.
-        progress: the bytes that have arrived, those of the state, and the seconds that it still takes; each is 0 if it
-            is not known.
+        progress: how many bytes have arrived, how many the state has, and how many seconds are left. A number that is
+            not known is 0.
     """
 
     def __init__(

@@ -448,6 +448,11 @@ class Swarm:
         except (P2PError, AveragingError, TimeoutError) as error:
             log.debug("%r could not report: %s", self.node.peer_id, error)
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether this peer can replay rounds that it has missed: all that they average is in this run's rounds."""
+        return self._result_bytes is not None
+
     def begin_loading(self) -> None:
         """This peer is about to load the run's state: from its first download on, it tells the members how long that
         takes (`loading`), until `end_loading`."""

@@ -155,12 +155,9 @@ class _Fetch:
         shapes = (BufferShape("uint8", manifest.scalars_nbytes), *manifest.buffers)
         with memory_for(f"{_title(manifest)}, {manifest.nbytes} bytes", NoMemoryForState):
             self.parts = [empty(shape.numel, getattr(torch, shape.dtype)) for shape in shapes]
-        codecs = {name: codec_by_name(name) for name in manifest.codecs}
-        spans = [CodecSpan(0, 0, manifest.scalars_nbytes, NoCompression())]
-        spans += [CodecSpan(1 + buffer, start, stop, codecs[name]) for buffer, start, stop, name in manifest.spans]
-        self.codecs = CodecPlan(tuple(spans), len(self.parts))
-        sizes = [self._encoded_nbytes(number) for number in range(len(self.chunks))]
-        self._sizes, self.plan = sizes, DownloadPlan(manifest.chunk_digests, sizes, donors)
+        self.codecs = _codecs_of(manifest)
+        self._sizes = _sent_sizes(manifest)
+        self.plan = DownloadPlan(manifest.chunk_digests, self._sizes, donors)
         self.nbytes = 0
         self.expected = Expected(leases)
 
@@ -175,11 +172,6 @@ class _Fetch:
         chunk = self.chunks[number]
         codec = self.codecs.codec_of(chunk.buffer, chunk.start, chunk.stop)
         return self.parts[chunk.buffer][chunk.start : chunk.stop], codec
-
-    def _encoded_nbytes(self, number: int) -> int:
-        """The size of a chunk as it is sent, in bytes."""
-        out, codec = self._place(number)
-        return codec.encoded_nbytes(out.numel(), out.dtype)
 
     def expect(self, donor: PeerID, number: int) -> None:
         """This peer is about to ask that donor for that chunk. If the chunk is uncompressed, let it be received
@@ -199,7 +191,7 @@ class _Fetch:
             self.plan.donor_failed(donor, f"sent no chunk when asked for number {number}")
             return
         payload, (out, codec) = memoryview(reply.buffers[0]), self._place(number)
-        if payload.nbytes != self._encoded_nbytes(number):
+        if payload.nbytes != self._sizes[number]:
             self.plan.donor_failed(donor, f"sent chunk {number} with a wrong size")
         # A donor may send two chunks with one name. So the one in memory need not be the one in the reply: hash that.
         elif self.plan.received(donor, number, blake3(bytes_of(out) if in_place else payload).digest(), now()):
@@ -255,7 +247,7 @@ class _Download:
                 while True:
                     manifest, holders = await self._choice()
                     reserve = self.reserve if stale < MAX_STALE else None
-                    if reserve is not None and not await reserve(manifest.tip, holders, manifest.nbytes):
+                    if reserve is not None and not await reserve(manifest.tip, holders, sum(_sent_sizes(manifest))):
                         await asyncio.sleep(STALE_SECONDS * 4**stale)  # until the round that has begun is over
                         stale += 1
                         self._ask_offers()
@@ -433,6 +425,23 @@ class _Download:
             raise self._lack
         if self.node.closed:
             raise DownloadFailed("this node was closed during the download")
+
+
+def _codecs_of(manifest: Manifest) -> CodecPlan:
+    """The codecs of all parts of a state."""
+    codecs = {name: codec_by_name(name) for name in manifest.codecs}
+    spans = [CodecSpan(0, 0, manifest.scalars_nbytes, NoCompression())]
+    spans += [CodecSpan(1 + buffer, start, stop, codecs[name]) for buffer, start, stop, name in manifest.spans]
+    return CodecPlan(tuple(spans), 1 + len(manifest.buffers))
+
+
+def _sent_sizes(manifest: Manifest) -> list[int]:
+    """The size of each chunk as it is sent, in bytes."""
+    codecs, dtypes = _codecs_of(manifest), [torch.uint8, *(getattr(torch, each.dtype) for each in manifest.buffers)]
+    return [
+        codecs.codec_of(part, start, stop).encoded_nbytes(stop - start, dtypes[part])
+        for part, start, stop in ((chunk.buffer, chunk.start, chunk.stop) for chunk in manifest.chunks)
+    ]
 
 
 def _title(manifest: Manifest) -> str:

@@ -1,4 +1,4 @@
-"""Who joins is shown as joining, the run says whom it waits for, and neither is taken for somebody who is not well."""
+"""A peer that joins is shown as joining. The run says whom it waits for. Neither counts as a peer that is not well."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_who_could_not_load_the_state_is_told_with_the_reason() -> None:
 
 
 def test_who_has_joined_after_a_failed_download_is_well() -> None:
-    """Also while its last record is older than those of others, who are ahead by now."""
+    """Others are ahead by now, and its last record is older than theirs."""
     fault = Fault(FaultKind.DOWNLOAD, "the state takes 91 s: DiLoCo helps", START - 100.0)
     picture = Picture("my run")
     picture.read([posted(C, fault=fault)], 0.0, 0.0, START)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -180,21 +181,30 @@ def lying(trainer: Trainer, lie: Any) -> list[Any]:
     return asked
 
 
+async def late_newcomer(count: int) -> tuple[list[Trainer], Trainer]:
+    """So many members, and a newcomer that is four epochs late."""
+    world, board = World(4), Board()
+    veterans = await trainers_of(world, board, count)
+    await asyncio.gather(*(trainer.train(2) for trainer in veterans))
+    return veterans, await late_by(world, board, veterans, 4)
+
+
+def names_another(liar: Trainer) -> Callable[[Any, Any], Any]:
+    """For `lying`: a COMMIT becomes one of another result, which this liar has signed."""
+
+    def lie(message: Any, answer: Any) -> Any:
+        if not isinstance(answer, Commit):
+            return answer
+        other = msgspec.structs.replace(answer, root=b"l" * 32, coordinator=liar.peer.key)
+        return liar.peer.swarm._signer.sign(other)
+
+    return lie
+
+
 def test_one_of_three_that_names_another_round_is_outvoted() -> None:
     async def scenario() -> None:
-        world, board = World(4), Board()
-        veterans = await trainers_of(world, board, 3)
-        await asyncio.gather(*(trainer.train(2) for trainer in veterans))
-        newcomer = await late_by(world, board, veterans, 4)
-        liar = veterans[0]
-
-        def lie(message: Any, answer: Any) -> Any:
-            if not isinstance(answer, Commit):
-                return answer
-            other = msgspec.structs.replace(answer, root=b"l" * 32, coordinator=liar.peer.key)
-            return liar.peer.swarm._signer.sign(other)
-
-        asked = lying(liar, lie)
+        veterans, newcomer = await late_newcomer(3)
+        asked = lying(veterans[0], names_another(veterans[0]))
         await newcomer.replay()
         assert asked
         assert newcomer.tip == veterans[1].tip
@@ -207,19 +217,11 @@ def test_a_member_that_names_another_round_alone_costs_one_download() -> None:
     """Two are asked, and contradict each other."""
 
     async def scenario() -> None:
-        world, board = World(4), Board()
-        liar, honest = veterans = await trainers_of(world, board, 2)
-        await asyncio.gather(*(trainer.train(2) for trainer in veterans))
-        newcomer = await late_by(world, board, veterans, 4)
+        veterans, newcomer = await late_newcomer(2)
+        liar, honest = veterans
         before = newcomer.tip
 
-        def lie(message: Any, answer: Any) -> Any:
-            if not isinstance(answer, Commit):
-                return answer
-            other = msgspec.structs.replace(answer, root=b"l" * 32, coordinator=liar.peer.key)
-            return liar.peer.swarm._signer.sign(other)
-
-        assert lying(liar, lie) == []
+        assert lying(liar, names_another(liar)) == []
         await newcomer.replay()
         assert newcomer.tip == before
         assert len(newcomer.outcomes) == 1
@@ -234,19 +236,8 @@ def test_a_commit_of_which_nobody_has_the_result_is_void_and_costs_one_download(
     """Most members name it: they lie, or have lost it."""
 
     async def scenario() -> None:
-        world, board = World(4), Board()
-        veterans = await trainers_of(world, board, 3)
-        await asyncio.gather(*(trainer.train(2) for trainer in veterans))
-        newcomer = await late_by(world, board, veterans, 4)
-        liar = veterans[0]
-
-        def lie(message: Any, answer: Any) -> Any:
-            if not isinstance(answer, Commit):
-                return answer
-            other = msgspec.structs.replace(answer, root=b"l" * 32, coordinator=liar.peer.key)
-            return liar.peer.swarm._signer.sign(other)
-
-        asked = [lying(trainer, lie) for trainer in veterans]
+        veterans, newcomer = await late_newcomer(3)
+        asked = [lying(trainer, names_another(veterans[0])) for trainer in veterans]
         await newcomer.replay()
         assert len(newcomer.outcomes) == 1
         assert not await newcomer.peer.swarm.learn_of_round(), "it is not believed again"
@@ -259,10 +250,7 @@ def test_a_commit_of_which_nobody_has_the_result_is_void_and_costs_one_download(
 
 def test_a_commit_that_its_coordinator_has_not_signed_is_not_believed() -> None:
     async def scenario() -> None:
-        world, board = World(4), Board()
-        veterans = await trainers_of(world, board, 3)
-        await asyncio.gather(*(trainer.train(2) for trainer in veterans))
-        newcomer = await late_by(world, board, veterans, 4)
+        veterans, newcomer = await late_newcomer(3)
 
         def lie(message: Any, answer: Any) -> Any:
             return msgspec.structs.replace(answer, samples=1e9) if isinstance(answer, Commit) else answer
@@ -276,10 +264,7 @@ def test_a_commit_that_its_coordinator_has_not_signed_is_not_believed() -> None:
 
 def test_a_wrong_chunk_is_fetched_from_another_member() -> None:
     async def scenario() -> None:
-        world, board = World(4), Board()
-        veterans = await trainers_of(world, board, 3)
-        await asyncio.gather(*(trainer.train(2) for trainer in veterans))
-        newcomer = await late_by(world, board, veterans, 4)
+        veterans, newcomer = await late_newcomer(3)
 
         def lie(message: Any, answer: Any) -> Any:
             if isinstance(message, Fetch):

@@ -190,6 +190,27 @@ def test_five_donors_of_which_one_lies_one_dies_one_dawdles_and_one_differs():
     run(scenario())
 
 
+@pytest.mark.parametrize("codec", [None, Float16Compression()], ids=["whole", "half"])
+def test_who_reserves_hears_how_many_bytes_will_be_sent(codec: Codec | None) -> None:
+    """From that it follows how long the run would have to wait."""
+
+    async def scenario() -> None:
+        newcomer, [donor] = await swarm(World(1), 1)
+        donate(donor, snapshot(codec=codec))
+        told: list[int] = []
+
+        async def reserve(_tip: Tip, _holders: object, nbytes: int) -> bool:
+            told.append(nbytes)
+            return True
+
+        result = await download_state(
+            newcomer, NAME, [donor.peer_id], timeout=300, rng=random.Random(1), reserve=reserve
+        )
+        assert told == [result.nbytes]
+
+    run(scenario())
+
+
 def test_a_slow_donor_does_not_hold_up_the_last_chunks():
     async def scenario() -> None:
         state = snapshot()
