@@ -654,12 +654,10 @@ class Epoch:
 
     def _replay(self) -> None:
         """End the epochs that others have ended, one after another, each like an epoch whose round was missed. This
-        stops where nobody brings the next round, as after a download that has begun long ago.
-
-        Rounds of a run's beginning are not replayed: each peer may have begun with parameters of its own."""
+        stops where nobody brings the next round, as after a download that has begun long ago."""
         swarm, first = self._run.swarm, self._replica.tip
         try:
-            while self.is_behind and (before := self._replica.tip).epoch > 0 and swarm.tip == before:
+            while self.is_behind and swarm.tip == (before := self._replica.tip):
                 if not self._run.learn_of_round():
                     break
                 if self._has_failed:
@@ -688,7 +686,8 @@ class Epoch:
         timeout, began = self._settings.load_state_timeout, time.monotonic()
         mine = self._replica.tip
         self._follow_pin()
-        if not donors and self._run.swarm.can_replay and self.is_behind:
+        # The first round of a run is not replayed: each peer may have begun with parameters of its own.
+        if not donors and mine.epoch and self._run.swarm.can_replay and self.is_behind:
             with self._run.loading():
                 self._run.begin_replay()
                 self._replay()
@@ -796,8 +795,8 @@ class Epoch:
         """
         if not isinstance(self._replica, StrandReplica):
             return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, to_join=to_join)
-        loading = self._run.swarm.loading
-        return self._replica.download(donors, timeout, wanted, None if loading is None else loading.reserve)
+        swarm = self._run.swarm
+        return self._replica.download(donors, timeout, wanted, None if swarm.loading is None else swarm.reserve)
 
     # -- what the owner has pinned
 

@@ -259,7 +259,7 @@ class Run:
                     relayed=[member.peer for member in self.swarm.peer.view.members.values() if member.is_relayed],
                     max_nbytes=max_nbytes,
                     wanted=wanted,
-                    reserve=None if loading is None else loading.reserve,
+                    reserve=None if loading is None else self.swarm.reserve,
                 )
                 return await (downloading if loading is None or not to_join else loading.unless_refused(downloading))
 

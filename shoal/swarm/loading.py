@@ -75,22 +75,14 @@ class Loading:
         self._passed = 0  # bytes that have passed between this peer and the holders since the download began
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes that had passed)
         self._pause = msg.Pause()  # the coordinator's last answer in this download
+        self._told: Tip | None = None  # where the last report said that this peer will be
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
         self._logged_at = _now()
         self.progress = (0, 0, 0.0)
 
     async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
-        """The download of a state is about to begin. See `download_state`.
-
-        Args:
-            state: the tip of the state.
-            holders: members that hold the state.
-            nbytes: how much will be downloaded.
-
-        Returns:
-            Whether the round that follows the state has not begun yet, or this peer can replay it.
-        """
+        """The download of a state is about to begin. See `Swarm.reserve`."""
         self._begin(state, holders, nbytes)
         return await self._tell()
 
@@ -127,6 +119,8 @@ class Loading:
             self.rate = passed / (_now() - self._began)
         for task in self._tasks:
             task.cancel()
+        if self._told not in (None, self._peer.tip):  # nobody has to wait any longer
+            self._channel.node.spawn(self._report(msg.Progress(self._told, 0.0, 0.0, loading=True)))
         self._contacts.losses.news.set()
 
     async def _keep_telling(self) -> None:
@@ -178,6 +172,7 @@ class Loading:
         asks, replays = one > CATCHES_UP * epoch or seconds <= one, one < epoch
         self.progress = (min(passed, self._nbytes), self._nbytes, seconds)
         moving = rate if left or rounds else 0.0
+        self._told = ahead
         answer = await self._report(
             msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks, replays=replays)
         )

@@ -53,6 +53,7 @@ WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reac
 LOOK_SECONDS = 1.0
 TELL_SECONDS = 2.0  # a member may take this long to say how a round has ended
 MOST_ASKED = 3  # how many members are asked how a round has ended
+ROUND_SECONDS = 10.0  # a newcomer waits this long for the end of the round that follows the state it wants
 LATER_SECONDS = 0.01  # more than the resolution of any loop's clock
 
 log = logging.getLogger(__name__)
@@ -458,6 +459,30 @@ class Swarm:
         takes (`loading`), until `end_loading`."""
         replays, timeout = self._result_bytes, self._request_timeout
         self.loading = Loading(self._channel, self.contacts, self.peer, replays, self._rate, timeout)
+
+    async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
+        """The download of a state is about to begin, see `download_state`. If the round that follows the state has
+        begun, this waits until members are past it.
+
+        Args:
+            state: the tip of the state.
+            holders: members that hold the state.
+            nbytes: how much will be downloaded.
+
+        Returns:
+            Whether that round has not begun yet, or this peer can replay it, or it counts as a member of that round.
+        """
+        assert self.loading is not None
+        is_in_time = await self.loading.reserve(state, holders, nbytes) or state == self.tip
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROUND_SECONDS):
+                while not (is_in_time or self._are_past(state)):
+                    await self.news()
+        return is_in_time
+
+    def _are_past(self, state: Tip) -> bool:
+        best = self.peer.view.best(self._now())
+        return best is None or best.outranks(state)
 
     def end_loading(self) -> None:
         """This peer has loaded the state, or has given up."""

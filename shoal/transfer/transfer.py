@@ -37,7 +37,6 @@ OFFER_SECONDS: Final = 15.0  # do not wait longer for the offers of donors
 # How often offers are asked for again because the swarm does not wait for this peer. Each time costs a donor a
 # snapshot.
 MAX_STALE: Final = 5
-STALE_SECONDS: Final = 0.05  # before they are asked for again; four times as long each time
 STOOD_STILL: Final = 2.0  # if the download wakes up later than it wanted by so many seconds, its process was stopped
 
 Reserve = Callable[[Tip, Sequence[PeerID], int], Awaitable[bool]]
@@ -248,7 +247,6 @@ class _Download:
                     manifest, holders = await self._choice()
                     reserve = self.reserve if stale < MAX_STALE else None
                     if reserve is not None and not await reserve(manifest.tip, holders, sum(_sent_sizes(manifest))):
-                        await asyncio.sleep(STALE_SECONDS * 4**stale)  # until the round that has begun is over
                         stale += 1
                         self._ask_offers()
                     elif (downloaded := await self._download(manifest, holders)) is not None:

@@ -199,6 +199,8 @@ def test_options_of_another_kind_end_their_own_peer_only(caplog: pytest.LogCaptu
     """Whoever coordinates: the two that agree make their rounds, and the third one hears the option's name."""
     makes: list[Make] = [lambda params, mode=mode: Moded(params, mode) for mode in ("plain", "plain", 1)]  # type: ignore[misc]
     with peers(makes, matchmaking_time=3.0) as made:
+        for peer in made[:2]:
+            step(*peer)  # so that the first round waits for both
 
         def train(peer: tuple[torch.nn.Module, shoal.Optimizer]) -> BaseException | None:
             try:

@@ -498,6 +498,8 @@ class Peer:
             return self.hello()
         if not report.loading:
             self._hear_tip(sender, report.tip, now)
+        elif report.tip == self.tip and self.view.loads(sender):
+            self.members_changed(now)
         elsewhere = self._elsewhere(report.tip)
         if elsewhere is not None:
             if report.loading and report.tip == self.tip:  # this peer may succeed the coordinator, or send the state

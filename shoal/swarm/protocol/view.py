@@ -292,6 +292,15 @@ class View:
         was_behind, claim.tip, claim.said, claim.behind = claim.behind, tip, tip, behind
         return was_behind != behind
 
+    def loads(self, key: bytes) -> bool:
+        """A member has said that it loads the state at which this peer is. Returns whether the member stops being a
+        candidate by that."""
+        claim = self._claims.get(key)
+        if claim is None or claim.behind:
+            return False
+        claim.behind = True
+        return True
+
     def candidates(self, tip: Tip) -> list[Member]:
         """The members that may coordinate at this tip, best first. The order changes with each epoch, and all peers
         compute the same one.
