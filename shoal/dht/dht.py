@@ -152,9 +152,17 @@ class DHT:
         self._peer_id: PeerID | None = None
         self._pending: set[Future[Any]] = set()
         if start:
-            self.run_in_background(await_ready)
+            self._run_or_end(await_ready)
 
     # -- life
+
+    def _run_or_end(self, await_ready: bool = True) -> None:
+        """Start. If a signal's handler raises, be it at the very end of this call, nobody has this DHT, so end it."""
+        try:
+            self.run_in_background(await_ready)
+        except BaseException:
+            self.shutdown()
+            raise
 
     @holding
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
@@ -269,7 +277,7 @@ class DHT:
 
     def __enter__(self) -> DHT:
         if self._ready is None:
-            self.run_in_background()
+            self._run_or_end()
         return self
 
     def __exit__(

@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import shoal
+from shoal import DHT  # imported before the first alarm
+
+# What CPython swallows in destructors is no matter of these tests.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Late(TimeoutError):
@@ -38,14 +42,14 @@ def ring() -> Iterator[Callable[[Callable[[], object], float], bool]]:
         return False
 
     before = signal.signal(signal.SIGALRM, bell)
-    gc.disable()  # what CPython swallows in destructors is no matter of these tests
+    gc.disable()
     yield make
     gc.enable()
     signal.signal(signal.SIGALRM, before)
 
 
 def test_calls_are_interrupted_and_the_dht_goes_on(ring: Callable[[Callable[[], object], float], bool]) -> None:
-    with shoal.DHT(start=True) as dht:
+    with DHT(start=True) as dht:
         calls: list[Callable[[], object]] = [
             lambda: dht.get("key"),
             lambda: dht.store("key", 1, shoal.get_dht_time() + 60),
@@ -65,8 +69,8 @@ def test_nothing_is_left_of_an_interrupted_start_or_shutdown(
 ) -> None:
     rung = 0
     for _ in range(40):
-        made: list[shoal.DHT] = []
-        rung += ring(lambda made=made: made.append(shoal.DHT(start=True)), 0.004)  # type: ignore[misc]
+        made: list[DHT] = []
+        rung += ring(lambda made=made: made.append(DHT(start=True)), 0.004)  # type: ignore[misc]
         for dht in made:
             rung += ring(dht.shutdown, 0.002)
             assert not dht.is_alive()
