@@ -200,7 +200,9 @@ def test_options_of_another_kind_end_their_own_peer_only(caplog: pytest.LogCaptu
     makes: list[Make] = [lambda params, mode=mode: Moded(params, mode) for mode in ("plain", "plain", 1)]  # type: ignore[misc]
     with peers(makes, matchmaking_time=3.0) as made:
         for peer in made[:2]:
-            step(*peer)  # so that the first round waits for both
+            step(*peer)
+        # Now the first round waits for both.
+        wait_until(lambda: all(one.tracker.global_progress.samples_accumulated == 16 for _, one in made))
 
         def train(peer: tuple[torch.nn.Module, shoal.Optimizer]) -> BaseException | None:
             try:

@@ -51,3 +51,29 @@ def test_one_that_replays_says_when_it_will_be_where_the_others_are() -> None:
         assert (report.tip, report.seconds, report.rate, report.loading) == (there, 6.0, 1e6, True)
 
     asyncio.run(scenario())
+
+
+def test_one_that_gives_up_says_that_nobody_has_to_wait() -> None:
+    async def scenario() -> None:
+        here, told = Tip.genesis("run"), []
+        there = here.after(b"1", 1.0)
+
+        async def ask(key: bytes, report: Progress, timeout: float) -> Any:
+            told.append(report)
+            raise TimeoutError
+
+        node = SimpleNamespace(transport=SimpleNamespace(moved=lambda peer: 0), spawn=asyncio.ensure_future)
+        contacts = SimpleNamespace(losses=SimpleNamespace(news=asyncio.Event()))
+        peer = SimpleNamespace(tip=here, view=SimpleNamespace(best=lambda now: there))
+        loading = Loading(SimpleNamespace(node=node, ask=ask), contacts, peer, None, 0.0, 1.0)  # type: ignore[arg-type]
+        await loading.reserve(there, [DONOR], 100)
+        peer.tip = there
+        loading.close()
+        await asyncio.sleep(0)
+        assert [(report.tip, report.asks) for report in told] == [(there, True)], "it has arrived"
+        peer.tip = here
+        loading.close()
+        await asyncio.sleep(0)
+        assert (told[-1].tip, told[-1].asks, told[-1].loading) == (there, False, True)
+
+    asyncio.run(scenario())
