@@ -73,7 +73,7 @@ def test_one_that_gives_up_says_that_nobody_has_to_wait() -> None:
         assert [(report.tip, report.asks) for report in told] == [(there, True)], "it has arrived"
         peer.tip = here
         loading.close()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         assert (told[-1].tip, told[-1].asks, told[-1].loading) == (there, False, True)
 
     asyncio.run(scenario())
