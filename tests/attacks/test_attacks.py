@@ -18,7 +18,7 @@ from tests.attacks.run import NEWCOMERS, PEERS, run_all, run_one
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 
 DEADLINE = 18.0  # seconds; the longest that `honest` trains with is 15 (DECIDE), and then others take over
-TURN = 3.0  # seconds of each attack, of all in turn
+TURN = 2.0  # seconds of each attack, of all in turn
 SECONDS = 20.0  # so a run that stands for as long as the attacker is there is seen
 
 

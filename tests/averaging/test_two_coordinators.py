@@ -28,7 +28,7 @@ def test_unequal_views_never_give_a_state_two_results() -> None:
             for peer, others in forgotten.items():
                 peers[peer].ask(do="forget", peers=[names[n] for n in others])
             for peer_process in peers:
-                peer_process.tell(do="until", members=4, seconds=40)
+                peer_process.tell(do="until", members=4, seconds=100)
             answers = [peer_process.hear() for peer_process in peers]
             results: dict[str, set[str]] = {}
             for answer in answers:

@@ -15,7 +15,7 @@ LAST = 4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+@pytest.mark.parametrize("framework", [pytest.param("transformers", marks=only_in_soak), "lightning"])
 def test_what_a_callback_puts_into_the_model_at_the_end_is_taken_over_by_nobody(framework: str, tmp_path: Path) -> None:
     """As callbacks that average weights do."""
     own = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.training import TOGETHER, by_epoch, training
+from tests.soaked import only_in_soak
 
 pytestmark = [pytest.mark.alone, pytest.mark.long]
 
@@ -22,7 +23,7 @@ def checkpoint(framework: str, folder: str, epoch: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+@pytest.mark.parametrize("framework", ["transformers", pytest.param("lightning", marks=only_in_soak)])
 def test_one_is_killed_and_goes_on_with_the_other(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / name), "identity": str(tmp_path / f"{name}.key")} for name in "ab"]
     with training(*own, framework=framework, steps=MANY, pause=0.02, args=SAVED) as one:
@@ -38,7 +39,7 @@ def test_one_is_killed_and_goes_on_with_the_other(framework: str, tmp_path: Path
     assert set(told[2].epochs) <= set(told[0].epochs)
 
 
-@pytest.mark.parametrize("framework", CHECKPOINTS)
+@pytest.mark.parametrize("framework", [pytest.param("transformers", marks=only_in_soak), "lightning", "accelerate"])
 def test_all_are_killed_and_go_on_from_their_checkpoints(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / name), "identity": str(tmp_path / f"{name}.key")} for name in "ab"]
     with training(*own, framework=framework, steps=LAST, pause=0.02, args=SAVED) as before:

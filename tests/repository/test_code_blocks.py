@@ -14,6 +14,7 @@ import yaml
 
 from tests.repository.blocks import PAGES, ROOT, Block, blocks_of, complaint, is_excerpt, script_of
 from tests.repository.shell import Shell, check_extras, commands
+from tests.soaked import only_in_soak
 
 README = ROOT / "README.md"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -27,10 +28,8 @@ def runs(language: str) -> list[object]:
     """The pages with such blocks that run. `make test` runs those of one page."""
     pages = [page for page in PAGES if any(b.language == language and not b.reason for b in blocks_of(page))]
     pages = [page for page in pages if language != "python" or script_of(page)]
-    return [
-        pytest.param(page, marks=[] if page.name == "swarm.md" else [pytest.mark.long], id=name_of(page))
-        for page in pages
-    ]
+    marks = {"swarm.md": [], "index.md": [pytest.mark.long, only_in_soak]}  # the first example has a test of its own
+    return [pytest.param(page, marks=marks.get(page.name, [pytest.mark.long]), id=name_of(page)) for page in pages]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
