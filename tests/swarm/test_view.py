@@ -258,3 +258,15 @@ def test_who_claims_a_better_state_that_nobody_could_send_coordinates_nothing() 
     view.advanced(keys(1, 2), better, better.after(bytes(32), 1.0))
     view.told(key(1), TIP, False)
     assert set(view.candidates(TIP)) == set(members(0, 1, 2)), "it is at this state after all"
+
+
+def test_who_loads_the_state_of_a_tip_is_no_candidate_there_until_it_is_at_it() -> None:
+    view, here = known(1), at(1)
+    other = key(1)
+    assert not view.told(other, at(0), False), "it follows the commit that led here, as far as is known"
+    assert view.loads(other, here)
+    assert not view.loads(other, here)
+    assert [member.key for member in view.candidates(here)] == [view.me.key]
+    assert view.told(other, here, False)
+    assert not view.loads(other, here), "it loads the same state once more"
+    assert len(view.candidates(here)) == 2

@@ -498,7 +498,7 @@ class Peer:
             return self.hello()
         if not report.loading:
             self._hear_tip(sender, report.tip, now)
-        elif report.tip == self.tip and self.view.loads(sender):
+        elif report.tip == self.tip and self.view.loads(sender, self.tip):
             self.members_changed(now)
         elsewhere = self._elsewhere(report.tip)
         if elsewhere is not None:

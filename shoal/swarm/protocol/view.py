@@ -292,11 +292,11 @@ class View:
         was_behind, claim.tip, claim.said, claim.behind = claim.behind, tip, tip, behind
         return was_behind != behind
 
-    def loads(self, key: bytes) -> bool:
-        """A member has said that it loads the state at which this peer is. Returns whether the member stops being a
-        candidate by that."""
+    def loads(self, key: bytes, tip: Tip) -> bool:
+        """A member has said that it loads the state at which this peer is. Unless it is there already, it is behind.
+        Returns whether the member stops being a candidate by that."""
         claim = self._claims.get(key)
-        if claim is None or claim.behind:
+        if claim is None or claim.behind or claim.said == tip:
             return False
         claim.behind = True
         return True
