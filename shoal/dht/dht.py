@@ -160,7 +160,7 @@ class DHT:
         """Start. If a signal's handler raises, be it at the very end of this call, nobody has this DHT, so end it."""
         try:
             self.run_in_background(await_ready)
-        except BaseException:
+        except BaseException:  # what a handler raises may be anything; it is raised again
             self.shutdown()
             raise
 

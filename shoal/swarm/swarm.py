@@ -473,14 +473,16 @@ class Swarm:
             Whether that round has not begun yet, or this peer can replay it, or it counts as a member of that round.
         """
         assert self.loading is not None
-        is_in_time = await self.loading.reserve(state, holders, nbytes) or state == self.tip
+        if await self.loading.reserve(state, holders, nbytes) or state == self.tip:
+            return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROUND_SECONDS):
-                while not (is_in_time or self._are_past(state)):
+                while any(self.peer.view.reaches(holder.key) for holder in holders) and not self._are_past(state):
                     await self.news()
-        return is_in_time
+        return False
 
     def _are_past(self, state: Tip) -> bool:
+        """Whether a member is past that state, as far as this peer knows, or it may not ask for states now."""
         best = self.peer.view.best(self._now())
         return best is None or best.outranks(state)
 

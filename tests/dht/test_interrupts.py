@@ -76,3 +76,20 @@ def test_nothing_is_left_of_an_interrupted_start_or_shutdown(
             assert not dht.is_alive()
     assert rung > 3
     assert "shoal-reactor" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("start", [lambda: DHT(start=True), lambda: DHT().__enter__()], ids=["start", "with"])
+def test_one_that_is_interrupted_as_its_start_ends_is_ended(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gets it, so nobody else could end it."""
+    run = DHT.run_in_background
+
+    def interrupted(dht: DHT, await_ready: bool = True) -> None:
+        run(dht, await_ready)
+        raise Late("rung")
+
+    monkeypatch.setattr(DHT, "run_in_background", interrupted)
+    with pytest.raises(Late):
+        start()
+    assert "shoal-reactor" not in {thread.name for thread in threading.enumerate()}

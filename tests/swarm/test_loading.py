@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from shoal.p2p.identity import PeerID
 from shoal.swarm.loading import Loading
 from shoal.swarm.protocol.messages import Progress
 from shoal.swarm.protocol.tip import Tip
+from shoal.swarm.swarm import Swarm
 
-DONOR = PeerID(bytes(32))
+DONOR, HERE = PeerID(bytes(32)), Tip.genesis("run")
 
 
 def test_what_a_donor_that_was_lost_has_sent_counts() -> None:
@@ -28,26 +29,45 @@ def test_what_a_donor_that_was_lost_has_sent_counts() -> None:
     asyncio.run(scenario())
 
 
+class Newcomer:
+    """One whose reports nobody answers. `told` has them; `there` is where the others are."""
+
+    def __init__(self, there: Tip, result_bytes: float | None = None, rate: float = 0.0) -> None:
+        self.told: list[Progress] = []
+        self.has_told = asyncio.Event()
+        self._tasks: list[asyncio.Future[Any]] = []
+        self.peer = SimpleNamespace(tip=HERE, view=SimpleNamespace(best=lambda now: there))
+        node = SimpleNamespace(transport=SimpleNamespace(moved=lambda peer: 0), spawn=self._spawn)
+        channel: Any = SimpleNamespace(node=node, ask=self._ask)
+        contacts: Any = SimpleNamespace(losses=SimpleNamespace(news=asyncio.Event()))
+        self.loading = Loading(channel, contacts, cast(Any, self.peer), result_bytes, rate, 1.0)
+
+    async def _ask(self, key: bytes, report: Progress, timeout: float) -> Any:
+        self.told.append(report)
+        self.has_told.set()
+        raise TimeoutError
+
+    def _spawn(self, coroutine: Any) -> asyncio.Future[Any]:
+        self._tasks.append(asyncio.ensure_future(coroutine))
+        return self._tasks[-1]
+
+    async def close(self) -> None:
+        """Close it, and wait until it has said what it has to say."""
+        self.loading.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 def test_one_that_replays_says_when_it_will_be_where_the_others_are() -> None:
     """It fetches the result of the first of three rounds, and receives a result in two seconds."""
 
     async def scenario() -> None:
-        here, told = Tip.genesis("run"), []
-        there = here.after(b"1", 1.0).after(b"2", 1.0).after(b"3", 1.0)
-
-        async def ask(key: bytes, report: Progress, timeout: float) -> Any:
-            told.append(report)
-            raise TimeoutError
-
-        node = SimpleNamespace(transport=SimpleNamespace(moved=lambda peer: 0), spawn=asyncio.ensure_future)
-        contacts = SimpleNamespace(losses=SimpleNamespace(news=asyncio.Event()))
-        peer = SimpleNamespace(tip=here, view=SimpleNamespace(best=lambda now: there))
-        loading = Loading(SimpleNamespace(node=node, ask=ask), contacts, peer, 2e6, 1e6, 1.0)  # type: ignore[arg-type]
-        loading.replay([DONOR])
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        loading.close()
-        [report] = told
+        there = HERE.after(b"1", 1.0).after(b"2", 1.0).after(b"3", 1.0)
+        newcomer = Newcomer(there, result_bytes=2e6, rate=1e6)
+        newcomer.loading.replay([DONOR])
+        await newcomer.has_told.wait()
+        newcomer.peer.tip = there
+        await newcomer.close()
+        [report] = newcomer.told
         assert (report.tip, report.seconds, report.rate, report.loading) == (there, 6.0, 1e6, True)
 
     asyncio.run(scenario())
@@ -55,25 +75,41 @@ def test_one_that_replays_says_when_it_will_be_where_the_others_are() -> None:
 
 def test_one_that_gives_up_says_that_nobody_has_to_wait() -> None:
     async def scenario() -> None:
-        here, told = Tip.genesis("run"), []
-        there = here.after(b"1", 1.0)
+        there = HERE.after(b"1", 1.0)
+        newcomer = Newcomer(there)
+        await newcomer.loading.reserve(there, [DONOR], 100)
+        newcomer.peer.tip = there
+        await newcomer.close()
+        assert [(report.tip, report.asks) for report in newcomer.told] == [(there, True)], "it has arrived"
+        newcomer.peer.tip = HERE
+        await newcomer.close()
+        assert (newcomer.told[-1].tip, newcomer.told[-1].asks, newcomer.told[-1].loading) == (there, False, True)
 
-        async def ask(key: bytes, report: Progress, timeout: float) -> Any:
-            told.append(report)
-            raise TimeoutError
+    asyncio.run(scenario())
 
-        node = SimpleNamespace(transport=SimpleNamespace(moved=lambda peer: 0), spawn=asyncio.ensure_future)
-        contacts = SimpleNamespace(losses=SimpleNamespace(news=asyncio.Event()))
-        peer = SimpleNamespace(tip=here, view=SimpleNamespace(best=lambda now: there))
-        loading = Loading(SimpleNamespace(node=node, ask=ask), contacts, peer, None, 0.0, 1.0)  # type: ignore[arg-type]
-        await loading.reserve(there, [DONOR], 100)
-        peer.tip = there
-        loading.close()
+
+def test_one_that_comes_too_late_waits_for_the_end_of_the_round_while_a_holder_is_there() -> None:
+    async def scenario() -> None:
+        there, is_there, news = HERE.after(b"1", 1.0), True, asyncio.Event()
+        best = there
+
+        async def is_too_late(*_: object) -> bool:
+            return False
+
+        view = SimpleNamespace(best=lambda now: best, reaches=lambda key: is_there)
+        swarm: Any = SimpleNamespace(
+            loading=SimpleNamespace(reserve=is_too_late), tip=HERE, peer=SimpleNamespace(view=view), news=news.wait,
+            _now=lambda: 0.0,
+        )  # fmt: skip
+        swarm._are_past = lambda state: Swarm._are_past(swarm, state)
+        waiting = asyncio.ensure_future(Swarm.reserve(swarm, there, [DONOR], 100))
         await asyncio.sleep(0)
-        assert [(report.tip, report.asks) for report in told] == [(there, True)], "it has arrived"
-        peer.tip = here
-        loading.close()
-        await asyncio.sleep(0.01)
-        assert (told[-1].tip, told[-1].asks, told[-1].loading) == (there, False, True)
+        assert not waiting.done()
+        best = there.after(b"2", 1.0)
+        news.set()
+        assert not await waiting, "offers are asked for again"
+        best, is_there = there, False
+        assert not await Swarm.reserve(swarm, there, [DONOR], 100), "at once: nobody is there to end the round"
+        assert await Swarm.reserve(swarm, HERE, [DONOR], 100), "it counts as a member of that round"
 
     asyncio.run(scenario())
