@@ -26,6 +26,7 @@ from shoal.cluster.whole import local
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, after_loading, before_loading, bytes_of, pick_kernels, without_hooks
 from shoal.flat.allocation import memory_for
+from shoal.optim.contents import Contents, Others, in_flat_memory, options_for
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
@@ -34,6 +35,7 @@ from shoal.optim.loads import Loads
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
+from shoal.optim.tree import carrier
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.tip import Tip
@@ -42,6 +44,7 @@ from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
 
+OTHERS = "\0others"  # the kind of the tensors of the tree: no statistic has that name
 TENSORS_OF_ADAM = 3  # the parameters and two moments
 SCALARS_BYTES = 1 << 16  # of a small state: options, counts of steps
 
@@ -68,11 +71,13 @@ class Scalars(msgspec.Struct, frozen=True):
     """The part of a state that is not tensors, as plain data.
 
     Attributes:
-        groups: the options of each parameter group (learning rate, momentum, …).
+        groups: the options of each parameter group (learning rate, momentum, …), of a release before `tree`.
         statistics: the tensors of the optimizer's state, in the order of the layout: (parameter, name).
-        values: everything else in the optimizer's state: (parameter, name, value).
+        values: everything else in the optimizer's state, of a release before `tree`: (parameter, name, value).
         scheduler: the scheduler's state; None without a scheduler.
         extras: the number of extra tensors, which end the layout.
+        tree: everything else that the optimizer keeps, see `Contents`; b"" in a state of a release before.
+        tensors: the number of tensors of the tree, which follow the statistics.
     """
 
     groups: list[dict[Name, Any]]
@@ -80,6 +85,8 @@ class Scalars(msgspec.Struct, frozen=True):
     values: list[tuple[Index, Name, Any]]
     scheduler: dict[Name, Any] | None
     extras: int
+    tree: bytes = b""
+    tensors: Index = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +134,13 @@ class _Checked:
     Attributes:
         pairs: this peer's parameters and extra tensors, each with its values.
         groups: the options of each parameter group.
+        rest: the optimizer's state of no parameter.
         scheduled: the scheduler's state; {} without a scheduler.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
     groups: list[dict[str, Any]]
+    rest: dict[Any, Any]
     scheduled: dict[str, Any]
 
 
@@ -176,12 +185,12 @@ class TrainingState:
     def adopt_statistics(self) -> None:
         """Move new tensors of the optimizer's state into flat memory. Sparse ones, such as the momentum that SGD makes
         of sparse gradients, become dense before. The optimizer steps with either."""
-        tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+        tensors = self._statistics()
         if not self._are_held(tensors):
             for index, name, value in list(self._kept()):
                 if isinstance(value, Tensor) and value.layout is not torch.strided:
                     self.optimizer.state[self.parameters[index]][name] = value.to_dense()
-            tensors = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+            tensors = self._statistics()
             if self._is_flat and not self._can_adopt(tensors):
                 return  # the next call tries again
             self._held = tensors
@@ -201,11 +210,14 @@ class TrainingState:
         """The blake3 hash of the parameters, 32 bytes."""
         return hash_of(self.memory.flat)
 
+    def _statistics(self) -> list[Tensor]:
+        return [tensor for _, _, tensor in in_flat_memory(list(self._kept()))]
+
     def _kept(self, parameters: Sequence[Tensor] | None = None) -> Iterator[tuple[int, str, Any]]:
         """Yield (parameter's number, name, value) of everything in the optimizer's state of these parameters; of all
         parameters when None."""
         for index, parameter in enumerate(self.parameters if parameters is None else parameters):
-            for name, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+            for name, value in self.optimizer.state.get(parameter, {}).items():
                 yield index, name, value
 
     def statistics(self, name: str) -> list[Tensor | None]:
@@ -254,33 +266,35 @@ class TrainingState:
                 a tensor.
         """
         part = self._whole if part is None else part
+        options = self._options() if groups is None else groups
+        check_options(options)
+        contents = Contents.of(self.optimizer, part.parameters, options)
         # Statistics with the same name follow each other. So few codec spans suffice, even for many parameters.
-        held = sorted(self._kept(part.parameters), key=lambda one: one[1])
-        statistics = [one for one in held if isinstance(one[2], Tensor)]
-        tensors = [*part.parameters, *(tensor for _, _, tensor in statistics), *part.extras]
-        dense = [tensor.detach().to_dense() for tensor in tensors]
+        tensors = [*part.parameters, *(tensor for _, _, tensor in contents.statistics)]
+        count = len(tensors)
+        tree = contents.encoded(tensors, names_of(self.optimizer, part.parameters))
+        others = [tensor.detach().view(carrier(tensor.dtype)) for tensor in tensors[count:]]
+        dense = [tensor.detach() for tensor in [*tensors[:count], *others, *part.extras]]
         memory = FlatBuffer(Layout.of(dense).on("cpu"), recycled=True)
         memory.copy_from(dense)
-        check_options(self._options() if groups is None else groups)
-        try:
-            scalars = Scalars(
-                groups=[plain(group) for group in (self._options() if groups is None else groups)],
-                statistics=[(index, name) for index, name, _ in statistics],
-                values=[(i, name, plain(v)) for i, name, v in held if not isinstance(v, Tensor)],
-                scheduler=scheduler_state(self.scheduler),
-                extras=len(part.extras),
-            )
-            encoded_scalars = msgspec.msgpack.encode(scalars)
-        except TypeError as error:
-            raise ValueError(f"the optimizer's state can't be shared: {error}") from error
+        scalars = Scalars(
+            groups=[],
+            statistics=[(index, name) for index, name, _ in contents.statistics],
+            values=[],
+            scheduler=scheduler_state(self.scheduler),
+            extras=len(part.extras),
+            tree=tree,
+            tensors=len(others),
+        )
         described = [("", TensorRole.PARAMETER)] * len(part.parameters)
-        described += [(name, TensorRole.OPTIMIZER) for _, name, _ in statistics]
+        described += [(name, TensorRole.OPTIMIZER) for _, name, _ in contents.statistics]
+        described += [(OTHERS, TensorRole.OPTIMIZER)] * len(others)
         described += [("", TensorRole.UNSPECIFIED)] * len(part.extras)
         kinds, roles = zip(*described, strict=True)
         exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
         layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        return Snapshot(tip, layout, memory.flat, encoded_scalars, codecs)
+        return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state. Raises as `prepare`, and then nothing has changed."""
@@ -298,11 +312,9 @@ class TrainingState:
             NoMemoryForState: if there is no memory for it.
         """
         with memory_for("the state that this peer would load", NoMemoryForState):
-            checked = [self._checked(each) for each in given]
+            kept: dict[Tensor, dict[Any, Any]] = {}
+            checked = [self._checked(each, kept) for each in given]
             pairs = [pair for each in checked for pair in each.pairs]
-            kept: dict[Tensor, dict[str, Any]] = {}
-            for each in given:
-                pairs += self._take_statistics(each, kept)
             moved, memory = self._memory_for_statistics([each.part for each in given], kept)
             views = [] if memory is None else memory.views()
             if moved:  # each gets its values where it moves to
@@ -322,7 +334,10 @@ class TrainingState:
                 self.optimizer.state.pop(parameter, None)
                 if parameter in kept:
                     self.optimizer.state[parameter] = kept[parameter]
+            for key in [key for key in self.optimizer.state if not isinstance(key, Tensor)]:
+                del self.optimizer.state[key]
             for each in checked:
+                self.optimizer.state.update(each.rest)
                 for group, options in zip(self.optimizer.param_groups, each.groups, strict=True):
                     group.update(options)
                 if self.scheduler is not None:
@@ -330,16 +345,16 @@ class TrainingState:
 
         return load
 
-    def _checked(self, given: PartState) -> _Checked:
-        """Check that the state of a part fits it.
+    def _checked(self, given: PartState, kept: dict[Tensor, dict[Any, Any]]) -> _Checked:
+        """Check that the state of a part fits it, and add the optimizer's state after the load to `kept`, by parameter.
 
         Raises:
             ValueError: if it does not.
         """
         tensors, scalars, part = given.tensors, given.scalars, given.part
         count, extras, mine = len(part.parameters), len(part.extras), self._options()
-        if len(tensors) != count + len(scalars.statistics) + scalars.extras or scalars.extras != extras:
-            parameters = len(tensors) - len(scalars.statistics) - scalars.extras
+        parameters = len(tensors) - len(scalars.statistics) - scalars.tensors - scalars.extras
+        if parameters != count or scalars.extras != extras:
             told = f"{parameters} parameters and {scalars.extras} extra tensors"
             raise ValueError(f"the state has {told}; this peer has {count} and {extras}")
         copied = [*tensors[:count], *tensors[len(tensors) - extras :]]
@@ -350,14 +365,15 @@ class TrainingState:
                     f"tensor {index} of the state is {theirs.dtype} of shape {tuple(theirs.shape)}, and this peer's is "
                     f"{own.dtype} of shape {tuple(own.shape)}: do all peers train the same model?"
                 )
-        if len(scalars.groups) != len(mine):
-            raise ValueError(f"the state has {len(scalars.groups)} parameter groups, this peer {len(mine)}")
-        groups = [
-            {key: restored(value, ours.get(key), key) for key, value in group.items()}
-            for ours, group in zip(mine, scalars.groups, strict=True)
-        ]
         if any(i >= count for i, _ in scalars.statistics) or any(i >= count for i, _, _ in scalars.values):
             raise ValueError(f"the state has statistics of a parameter that does not exist: there are {count}")
+        statistics = self._take_statistics(given, kept)
+        others = self._others_of(given, [own for own, _ in statistics])
+        if len(others.groups) != len(mine):
+            raise ValueError(f"the state has {len(others.groups)} parameter groups, this peer {len(mine)}")
+        groups = options_for(self.optimizer, mine, others.groups)
+        for index, values in others.values.items():
+            kept.setdefault(part.parameters[index], {}).update(values)
         if (self.scheduler is None) != (scalars.scheduler is None):
             raise ValueError("the state has a scheduler and this peer has none, or the other way round")
         scheduled: dict[str, Any] = {}
@@ -366,15 +382,25 @@ class TrainingState:
             if unknown := set(scalars.scheduler) - set(scheduled):
                 raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
             scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
-        return _Checked(pairs, groups, scheduled)
+        return _Checked([*pairs, *statistics], groups, others.rest, scheduled)
+
+    def _others_of(self, given: PartState, statistics: Sequence[Tensor]) -> Others:
+        """What the optimizer keeps beside the statistics, which will be these."""
+        scalars, parameters = given.scalars, given.part.parameters
+        if not scalars.tree:
+            return Others.of_older(scalars.groups, scalars.values)
+        end = len(given.tensors) - scalars.extras
+        theirs = [tensor.clone() for tensor in given.tensors[end - scalars.tensors : end]]
+        mine = Contents.of(self.optimizer, parameters, self._options()).others
+        return Others.decoded(scalars.tree, [*parameters, *statistics, *theirs], mine, len(parameters))
 
     def _options(self) -> list[dict[str, Any]]:
         """The present options of the parameter groups that newcomers get."""
         left_out = KERNELS | {"params"}
         return [{k: v for k, v in group.items() if k not in left_out} for group in self.optimizer.param_groups]
 
-    def _take_statistics(self, given: PartState, kept: dict[Tensor, dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-        """Add the optimizer's state after the load to `kept`, by parameter and name: the tensors that the optimizer has
+    def _take_statistics(self, given: PartState, kept: dict[Tensor, dict[Any, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """Add the statistics after the load to `kept`, by parameter and name: the tensors that the optimizer has
         already, and new ones where it has none that fit. Returns the tensors, each with its values."""
         scalars, parameters, pairs = given.scalars, given.part.parameters, []
         count = len(parameters)
@@ -393,12 +419,10 @@ class TrainingState:
                 )
             pairs.append((mine, theirs))
             kept.setdefault(parameter, {})[name] = mine
-        for index, name, value in scalars.values:
-            kept.setdefault(parameters[index], {})[name] = value
         return pairs
 
     def _memory_for_statistics(
-        self, loaded: Sequence[Part], kept: dict[Tensor, dict[str, Any]]
+        self, loaded: Sequence[Part], kept: dict[Tensor, dict[Any, Any]]
     ) -> tuple[list[Tensor], FlatBuffer | None]:
         """Allocate flat memory for the tensors of the optimizer's state after a load, unless they are there already.
 
@@ -414,9 +438,15 @@ class TrainingState:
         replaced = {parameter for part in loaded for parameter in part.parameters}
         held = [
             value
-            for parameter in self.parameters
-            for _, value in sorted((kept if parameter in replaced else self.optimizer.state).get(parameter, {}).items())
-            if isinstance(value, Tensor)
+            for _, _, value in in_flat_memory(
+                [
+                    (index, name, value)
+                    for index, parameter in enumerate(self.parameters)
+                    for name, value in (kept if parameter in replaced else self.optimizer.state)
+                    .get(parameter, {})
+                    .items()
+                ]
+            )
         ]
         return ([], None) if self._are_held(held) else (held, FlatBuffer.for_adoption(held))
 

@@ -152,7 +152,7 @@ def encode(value: Any, tensors: list[Tensor], show: Show = str) -> bytes:
 class _Encoder:
     def __init__(self, tensors: list[Tensor], show: Show) -> None:
         self._tensors, self._show = tensors, show
-        self._places = {_memory(tensor): place for place, tensor in enumerate(tensors)}
+        self._places = {memory_of(tensor): place for place, tensor in enumerate(tensors)}
         self._spans = _Spans()
         for place, tensor in enumerate(tensors):
             self._spans.add(tensor, (f"tensor {place}",))
@@ -201,7 +201,7 @@ class _Encoder:
         order = order_of(tensor)
         if order is None:
             raise self._refusal(path, "a tensor whose elements share their memory, as after expand()")
-        place = self._places.get(key := _memory(tensor))
+        place = self._places.get(key := memory_of(tensor))
         if place is None:
             place = self._places[key] = len(self._tensors)
             self._tensors.append(tensor)
@@ -317,7 +317,7 @@ def in_order(values: Tensor, order: Sequence[int]) -> Tensor:
     return values.permute(*order).contiguous().permute(*back)
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for two tensors exactly if they are one tensor, or if they have the same memory, shape and dtype."""
     if not tensor.numel():
         return (id(tensor),)
