@@ -18,7 +18,9 @@ under way.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -130,7 +132,7 @@ class GroupOptions:
     def record(self) -> None:
         """From now on, give newcomers the present values of the groups."""
         self.at_tip = [
-            {key: plain_or(value, otherwise=value) for key, value in group.items() if key not in KERNELS | {"params"}}
+            {key: _copied(value) for key, value in group.items() if key not in KERNELS | {"params"}}
             for group in self._optimizer.param_groups
         ]
 
@@ -387,6 +389,11 @@ def put(group: dict[str, Any], name: str, value: Any) -> None:
         mine.fill_(value)
     else:
         group[name] = value
+
+
+def _copied(value: Any) -> Any:
+    """The value as it is now, whatever is written into it later."""
+    return copy.deepcopy(value) if isinstance(value, list | dict | set | deque | torch.Tensor) else value
 
 
 def _put_plain(group: dict[str, Any], name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -44,6 +44,7 @@ from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
 
+OWN_FORM = "optimizer"  # under "shoal" of a state dict: the optimizer's own one, if it has another form than torch's
 OTHERS = "\0others"  # the kind of the tensors of the tree: no statistic has that name
 TENSORS_OF_ADAM = 3  # the parameters and two moments
 SCALARS_BYTES = 1 << 16  # of a small state: options, counts of steps
@@ -179,21 +180,26 @@ class TrainingState:
         if flat:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
         self._whole = Part(self.parameters, self.extra_tensors)
-        self._held: list[Tensor] = []  # the tensors of the optimizer's state at the last `adopt_statistics`
+        # At the last `adopt_statistics`: the tensors in the optimizer's state, and those that are in flat memory.
+        self._found: list[Tensor] = []
+        self._held: list[Tensor] = []
         self.adopt_statistics()
 
     def adopt_statistics(self) -> None:
         """Move new tensors of the optimizer's state into flat memory. Sparse ones, such as the momentum that SGD makes
         of sparse gradients, become dense before. The optimizer steps with either."""
+        found = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+        if _are_same(found, self._found):
+            return
+        for index, name, value in list(self._kept()):
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
+                self.optimizer.state[self.parameters[index]][name] = value.to_dense()
         tensors = self._statistics()
-        if not self._are_held(tensors):
-            for index, name, value in list(self._kept()):
-                if isinstance(value, Tensor) and value.layout is not torch.strided:
-                    self.optimizer.state[self.parameters[index]][name] = value.to_dense()
-            tensors = self._statistics()
+        if not _are_same(tensors, self._held):
             if self._is_flat and not self._can_adopt(tensors):
                 return  # the next call tries again
             self._held = tensors
+        self._found = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
 
     def _can_adopt(self, tensors: list[Tensor]) -> bool:
         """Move the tensors into flat memory, if there is memory for that. They work where they are, too, and a step
@@ -448,11 +454,7 @@ class TrainingState:
                 ]
             )
         ]
-        return ([], None) if self._are_held(held) else (held, FlatBuffer.for_adoption(held))
-
-    def _are_held(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors in flat memory."""
-        return len(tensors) == len(self._held) and all(a is b for a, b in zip(tensors, self._held, strict=True))
+        return ([], None) if _are_same(held, self._held) else (held, FlatBuffer.for_adoption(held))
 
 
 class Replica(TrainingState):
@@ -871,8 +873,11 @@ class Replica(TrainingState):
         "shoal"."""
         drift = self.drift
         state = self.optimizer.state_dict() if drift is None else drift.inner.state_dict()
+        own = {} if has_torchs_form(state) else {OWN_FORM: state}
+        if own:
+            state = {"state": {}, "param_groups": []}
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
-        state["shoal"] = self.names()
+        state["shoal"] = self.names() | own
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
         if drift is not None:
@@ -888,10 +893,12 @@ class Replica(TrainingState):
         has an epoch and nothing else of this class. It counts as `target_batch_size` samples for each epoch.
         """
         given = copy.deepcopy(state_dict)
-        epoch = given["state"].pop("local_epoch", None)
+        epoch = given["state"].pop("local_epoch", None) if has_torchs_form(given) else None
         ours = given.pop("shoal", {})
+        given = ours.get(OWN_FORM, given)
         tip = None if epoch is None else self.tip_of(epoch, ours)
-        if self.drift is None:  # otherwise these are options of the inner optimizer, which peers do not compare
+        # Options of an inner optimizer are not compared by peers.
+        if self.drift is None and has_torchs_form(given):
             check_options(given["param_groups"])
         with self._lock:
             self.placement.take_over()
@@ -980,6 +987,15 @@ def names_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     chosen = set(map(id, parameters))
     pairs = zip(names, parameters_of(optimizer), strict=False)
     return [name for name, parameter in pairs if id(parameter) in chosen]
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def has_torchs_form(state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict has the form that torch gives to those of its optimizers."""
+    return isinstance(state_dict.get("state"), dict) and isinstance(state_dict.get("param_groups"), list)
 
 
 def _is_statistic(value: object, parameter: Tensor) -> bool:
