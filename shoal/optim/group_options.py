@@ -59,7 +59,7 @@ class GroupOptions:
     The trainer's thread uses it, except that `of_run` and `step_scheduler` may run in the thread that makes the step.
 
     Args:
-        optimizer: the wrapped optimizer.
+        optimizer: the wrapped optimizer. If its class names options in `own_options`, each peer has its own.
         scheduler: the argument `scheduler=` of `Optimizer`, or None.
         host: the copy of the parameters on the host that the optimizer steps, or None.
 
@@ -76,7 +76,7 @@ class GroupOptions:
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
         check_options(optimizer.param_groups)
-        left_out = KERNELS | (NOTES - set(optimizer.defaults))
+        left_out = KERNELS | (NOTES - set(optimizer.defaults)) | set(getattr(optimizer, "own_options", ()))
         self._holders: dict[str, list[int]] = {}  # for each option, the groups that have it
         for index, group in enumerate(optimizer.param_groups):
             for name in group:
@@ -103,6 +103,16 @@ class GroupOptions:
         self.enforce()
         check_options(self._optimizer.param_groups, self._holders)
         return pack({name: self._column(name) for name in self._holders})
+
+    @contextlib.contextmanager
+    def finding_own(self) -> Iterator[None]:
+        """The options that change within this context are this peer's alone from now on, for example whether a
+        schedule-free optimizer trains: they are not compared, and no round sets them."""
+        before = {name: self._column(name) for name in self._holders}
+        yield
+        for name in [name for name, values in before.items() if not _are_equal(self._column(name), values)]:
+            del self._holders[name]
+        self.record()
 
     def enforce(self) -> None:
         """Put back the values of `scheduler=` where other code has overwritten them."""

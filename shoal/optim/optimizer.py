@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -558,6 +559,8 @@ class Optimizer(ShowsGroups):
         self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
     ) -> torch.Tensor | None:
         self._replica.refuse_load()
+        if self._replica.is_in_eval:
+            raise RuntimeError("the optimizer is in eval(): call train() of it before the batches that it trains on")
         if not self._begun:  # by now, frameworks have wrapped and changed the model
             self._replica.placement.refuse_ranks(self._ranks)
             self._replica.take_over()
@@ -571,6 +574,20 @@ class Optimizer(ShowsGroups):
                 loss = closure()
         self._epoch.advance(batch_size, grad_scaler)
         return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval`, if the wrapped optimizer has them: see the guide "Optimizers"."""
+        modes: dict[str, Literal["train", "eval"]] = {"train": "train", "eval": "eval"}
+        if name in modes and "_replica" in self.__dict__ and hasattr(self._replica.wrapped, name):
+            return functools.partial(self._to_mode, modes[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _to_mode(self, mode: Literal["train", "eval"]) -> None:
+        with self._in_trainer(mode):
+            if self._speaker is not None:
+                raise ValueError(f"{mode}() of an optimizer is not for a cluster: its ranks have no such call")
+            self._epoch.settle()
+            self._replica.to_mode(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `.grad`, as torch does. The gradients that `step` has accumulated stay.

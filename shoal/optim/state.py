@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -24,8 +24,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.cluster.whole import local
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, after_loading, before_loading, bytes_of, pick_kernels, without_hooks
+from shoal.flat import (
+    FlatBuffer,
+    Layout,
+    after_loading,
+    before_loading,
+    bytes_of,
+    pick_kernels,
+    users_modes,
+    without_hooks,
+)
 from shoal.flat.allocation import memory_for
+from shoal.interrupts import users_handlers
 from shoal.optim.contents import Contents, Others, in_flat_memory, options_for
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
@@ -505,6 +515,7 @@ class Replica(TrainingState):
         self._loads: Loads | None = None
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
+        self._in_train: list[Tensor] | None = None  # in the optimizer's eval mode: its parameters of train mode
         self._lock = threading.Lock()  # held while the state changes, and while it is copied
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
@@ -697,6 +708,42 @@ class Replica(TrainingState):
             # Before the lock is released: a newcomer's copy is compared with it.
             self.state_digest = hash_of(self.shared.outputs.flat) if with_state and is_local else self.digest()
             self._copy_if_wanted()
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer that the user has given: the inner one of an outer one."""
+        return self.optimizer if self.drift is None else self.drift.inner
+
+    @property
+    def is_in_eval(self) -> bool:
+        """Whether the model has the parameters of the wrapped optimizer's eval mode."""
+        return self._in_train is not None
+
+    @torch.no_grad()
+    def to_mode(self, mode: Literal["train", "eval"]) -> None:
+        """Call the wrapped optimizer's own `train` or `eval`, which change its parameters, as those of schedule-free
+        optimizers do. In eval mode newcomers and the digest have what train mode has, and afterwards the parameters are
+        what they were, to the bit.
+
+        Raises:
+            MemoryError: if there is no memory for a copy.
+        """
+        own = parameters_of(self.wrapped)
+        with self._lock:
+            if mode == "eval" and self._in_train is None:
+                with memory_for("a copy of the parameters of train mode", MemoryError):
+                    if self.drift is None:
+                        self._made = self._copy_now()
+                    self._in_train = [parameter.detach().clone() for parameter in own]
+            finding = contextlib.nullcontext() if self.drift is not None else self.options.finding_own()
+            with finding, users_handlers(), users_modes():
+                getattr(self.wrapped, mode)()
+            if mode == "train" and self._in_train is not None:
+                for parameter, kept in zip(own, self._in_train, strict=True):
+                    parameter.copy_(kept)
+                self._in_train = self._made = None
+            if self.drift is None:
+                self.publish()
 
     def step_locally(self) -> None:
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
