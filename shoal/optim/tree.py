@@ -263,6 +263,33 @@ class _Encoder:
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
+def difference(one: Any, other: Any) -> Path | None:
+    """The way to the first value in which two trees differ; None if they are equal in every bit and type."""
+    if type(one) is not type(other):
+        return ()
+    if isinstance(one, Tensor):
+        alike = (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
+        return None if alike and _bits(one) == _bits(other) else ()
+    if isinstance(one, Mapping):
+        if one.keys() != other.keys():
+            return next(iter((key,) for key in one if key not in other), ())
+        pairs: Iterable[tuple[Any, Any, Any]] = ((key, one[key], other[key]) for key in one)
+    elif isinstance(one, list | tuple | deque):
+        if len(one) != len(other) or getattr(one, "maxlen", None) != getattr(other, "maxlen", None):
+            return ()
+        pairs = ((number, *both) for number, both in enumerate(zip(one, other, strict=True)))
+    else:
+        return None if encode(one, []) == encode(other, []) else ()
+    for key, mine, theirs in pairs:
+        if (below := difference(mine, theirs)) is not None:
+            return (key, *below)
+    return None
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).untyped_storage())
+
+
 def _plain_node(value: Any, refusal: Callable[[str], CannotTravel]) -> Any:
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         nbytes = value.bit_length() // 8 + 1
