@@ -36,7 +36,7 @@ class Contents:
     ) -> Contents:
         """The contents of an optimizer; the options are `groups`."""
         held = [
-            (index, name, value)
+            (index, name, dense(value))
             for index, parameter in enumerate(parameters)
             for name, value in optimizer.state.get(parameter, {}).items()
         ]
@@ -62,15 +62,21 @@ class Contents:
 
         def show(path: tree.Path) -> str:
             match path:
-                case (part, int(index), name, *below) if part in (GROUPS, VALUES):
+                case (part, int(index), *below) if below and part in (GROUPS, VALUES):
                     of = repr(names[index]) if part == VALUES and index < len(names) else index
                     owner = f"parameter group {of}" if part == GROUPS else f"state of parameter {of}"
-                    return f"{owner}: {name!r}" + "".join(f"[{key!r:.40}]" for key in below)
-                case (_, key, *below):
-                    return f"state of the optimizer: {key!r:.40}" + "".join(f"[{one!r:.40}]" for one in below)
+                    return f"{owner}: {tree.shown(tuple(below))}"
+                case (_, *below) if below:
+                    return f"state of the optimizer: {tree.shown(tuple(below))}"
             return "the optimizer's state"
 
         return tree.encode(self.others, tensors, show)
+
+
+def dense(value: Any) -> Any:
+    """A sparse tensor, such as the momentum that SGD makes of sparse gradients, as a dense one; the rest as it is. The
+    optimizer steps with either."""
+    return value.to_dense() if isinstance(value, Tensor) and value.layout is not torch.strided else value
 
 
 def in_flat_memory(held: Sequence[tuple[int, Any, Any]]) -> list[tuple[int, str, Tensor]]:
@@ -79,7 +85,10 @@ def in_flat_memory(held: Sequence[tuple[int, Any, Any]]) -> list[tuple[int, str,
     able = [
         one
         for one in held
-        if type(one[1]) is str and type(one[2]) is Tensor and tree.carrier(one[2].dtype) is one[2].dtype
+        if type(one[1]) is str
+        and type(one[2]) is Tensor
+        and one[2].layout is torch.strided
+        and tree.carrier(one[2].dtype) is one[2].dtype
     ]
     memories = Counter(tree.memory_of(value) for _, _, value in able)
     return sorted((one for one in able if memories[tree.memory_of(one[2])] == 1), key=lambda one: (one[1], one[0]))

@@ -30,6 +30,7 @@ import torch
 from blake3 import blake3
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.optim import tree
 from shoal.optim._torch import writes_of
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.plain import WANTED, are_alike, can_hold, is_plain, plain_or, restored, with_plain_numbers
@@ -44,6 +45,7 @@ NOTES = frozenset(
     {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
 HASH_BYTES = 16
+OF_GROUPS = " of groups "
 EVERYTHING = "the options"  # the name of one hash of all options, if one hash for each option would be too long
 
 Columns = dict[str, list[Any]]
@@ -76,11 +78,11 @@ class GroupOptions:
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
         check_options(optimizer.param_groups)
-        left_out = KERNELS | (NOTES - set(optimizer.defaults)) | set(getattr(optimizer, "own_options", ()))
+        self._left_out = KERNELS | (NOTES - set(optimizer.defaults)) | set(getattr(optimizer, "own_options", ()))
         self._holders: dict[str, list[int]] = {}  # for each option, the groups that have it
         for index, group in enumerate(optimizer.param_groups):
             for name in group:
-                if name not in left_out:
+                if name not in self._left_out:
                     self._holders.setdefault(name, []).append(index)
         self._first = {name: self._column(name) for name in self._holders}
         self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
@@ -102,7 +104,7 @@ class GroupOptions:
         self._is_current = epoch == self._epoch
         self.enforce()
         check_options(self._optimizer.param_groups, self._holders)
-        return pack({name: self._column(name) for name in self._holders})
+        return pack(self._columns())
 
     @contextlib.contextmanager
     def finding_own(self) -> Iterator[None]:
@@ -112,6 +114,7 @@ class GroupOptions:
         yield
         for name in [name for name, values in before.items() if not _are_equal(self._column(name), values)]:
             del self._holders[name]
+            self._left_out |= {name}
         self.record()
 
     def enforce(self) -> None:
@@ -165,8 +168,8 @@ class GroupOptions:
         own: Columns | None = None
         for name, told in self._columns_of(options).items():
             if isinstance(told, bytes):
-                own = own or {name: self._column(name) for name in self._holders}
-                if _hash(own if name == EVERYTHING else own[name]) != told:
+                own = own or self._columns()
+                if _hash(own if name == EVERYTHING else self._column(name)) != told:
                     return name
         return ""
 
@@ -213,6 +216,20 @@ class GroupOptions:
                 for group, value in zip(self._groups(name), values, strict=True):
                     _put_plain(group, name, value)
         self._rates = self._visible_rates()
+
+    def _tell_unknown(self, label: str) -> None:
+        """Warn once if other groups than this peer's have an option. One that all of them have may appear here, too, in
+        the first step."""
+        name, of_groups, groups = label.partition(OF_GROUPS)
+        if not of_groups or name in self._told or name in self._left_out:
+            return
+        self._told.add(name)
+        log.warning(
+            "at most peers of the run, %.80s is an option of parameter groups %.80s, and not here: make the groups alike "
+            "on all peers",
+            name,
+            groups,
+        )
 
     def _tell_difference(self, name: str, own: Sequence[Any], values: Sequence[Any]) -> None:
         if name in self._told or not self._is_current:
@@ -277,6 +294,16 @@ class GroupOptions:
     def _column(self, name: str) -> list[Any]:
         return [plain_or(group.get(name)) for group in self._groups(name)]
 
+    def _columns(self) -> Columns:
+        """The columns of a message."""
+        return {self._label(name): self._column(name) for name in self._holders}
+
+    def _label(self, name: str) -> str:
+        """Names an option in a message: with its groups, where only some groups have it."""
+        holders = self._holders[name]
+        is_common = len(holders) == len(self._optimizer.param_groups)
+        return name if is_common else f"{name}{OF_GROUPS}{', '.join(map(str, holders))}"
+
     def _columns_of(self, options: bytes) -> dict[str, list[Any] | bytes]:
         """The columns (or hashes) of a message, without options that this peer's groups do not have.
 
@@ -284,15 +311,21 @@ class GroupOptions:
             ValueError: if the message can't be decoded, or has options that no step here can have.
         """
         columns: dict[str, list[Any] | bytes] = {}
-        for name, entry in unpack(options).items():
-            if isinstance(entry, bytes):
-                if name in self._holders or name == EVERYTHING:
-                    columns[name] = entry
-            elif name in self._holders:
-                columns[name] = column = _spread(entry, len(self._holders[name]), name)
-                for value, first, group in zip(column, self._first[name], self._groups(name), strict=True):
-                    # An option may have become another kind of value since the start (None at first, a number later).
-                    if not are_alike(value, first) and not are_alike(value, plain_or(group.get(name))):
+        names = {self._label(name): name for name in self._holders} | {EVERYTHING: EVERYTHING}
+        for label, entry in unpack(options).items():
+            if (name := names.get(label)) is None:
+                self._tell_unknown(label)
+            elif isinstance(entry, bytes):
+                columns[name] = entry
+            elif name != EVERYTHING and all(is_plain(group.get(name)) for group in self._groups(name)):
+                told = _spread(entry, len(self._holders[name]), name)
+                column = columns[name] = []
+                for value, first, group in zip(told, self._first[name], self._groups(name), strict=True):
+                    # An option may have become another kind of value since the start, here or elsewhere (None at first,
+                    # a number later). None takes nothing away.
+                    own = plain_or(group.get(name))
+                    column.append(own if value is None else value)
+                    if value is not None is not own and not are_alike(value, first) and not are_alike(value, own):
                         raise ValueError(f"{name} is {value!r:.40}, and {group.get(name)!r:.40} at this peer")
                     if isinstance(group.get(name), Enum):
                         restored(value, group[name], name)  # raises if there is no such member
@@ -329,35 +362,31 @@ def unpack(options: bytes) -> dict[str, Entry]:
 
 
 def check_options(groups: Iterable[Mapping[str, Any]], names: Iterable[str] | None = None) -> None:
-    """Check that the options of parameter groups have plain values, which peers can compare and newcomers can get.
+    """Check that newcomers can get the options of parameter groups. Peers compare those that have plain values.
 
     Args:
         groups: the parameter groups.
         names: the options to check; all when None.
 
     Raises:
-        ValueError: with the name of an option that has no plain value.
+        ValueError: with the name of an option that can't be sent.
     """
     for number, group in enumerate(groups):
         for name in group if names is None else group.keys() & set(names):
             if name != "params" and name not in KERNELS and not is_plain(group[name]):
-                value, kind = group[name], type(group[name]).__name__
-                raise ValueError(
-                    f"parameter group {number} has {name!r} = {value!r:.60} of type {kind}: peers compare "
-                    f"the options of parameter groups, and send them to newcomers, so give {WANTED}"
-                )
+                try:
+                    tree.encode(group[name], [], lambda path, name=name: tree.shown((name, *path)))
+                except tree.CannotTravel as error:
+                    raise ValueError(
+                        f"parameter group {number} has {name!r} = {group[name]!r:.60}, and {error}: newcomers get the "
+                        f"options of parameter groups, so give {WANTED}, or a tensor"
+                    ) from error
 
 
 def structure(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the groups as text that must be equal in a run: how many tensors each group has, which options only some
-    groups have, and which options are None."""
-    names = [set(group) - KERNELS - NOTES for group in groups]
-    common = set.intersection(*names)
-    described = []
-    for group, own in zip(groups, names, strict=True):
-        special = sorted(own - common) + sorted(f"{name} None" for name in own & common if group[name] is None)
-        described.append(f"{len(group['params'])} tensors" + "".join(f" with {one}" for one in special))
-    return ", ".join(described)
+    """Describe the groups as text that must be equal in a run: how many tensors each group has. Options are not in it:
+    classes add some, and set some that were None, in their first step, which this peer may have made before."""
+    return ", ".join(f"{len(group['params'])} tensors" for group in groups)
 
 
 def shown(values: Sequence[Any]) -> str:

@@ -39,6 +39,12 @@ Show: TypeAlias = Callable[[Path], str]
 """Names a path for an error message."""
 
 
+def shown(path: Path) -> str:
+    """The path for a message: a name, and what stands below it in brackets."""
+    name, *below = path
+    return f"{name!r:.60}" + "".join(f"[{key!r:.40}]" for key in below)
+
+
 class CannotTravel(ValueError):
     """There is a value that the tree can't hold. The message says which one, and where it is."""
 

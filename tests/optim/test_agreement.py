@@ -139,7 +139,7 @@ def test_who_differs_is_told_in_what(running: list[shoal.DHT], name: str) -> Non
             "the number of parameters is 5 here, and 6 there; parameters[0] is float32[20] here, and float32[20, 10] "
             "there",
         ),
-        ({"params": grouped()}, "param_groups is 2 tensors with slow, 4 tensors here, and 6 tensors there"),
+        ({"params": grouped()}, "param_groups is 2 tensors, 4 tensors here, and 6 tensors there"),
     ],
     ids=lambda given: "" if isinstance(given, dict) else given[:40],
 )

@@ -89,7 +89,6 @@ def test_more_options_than_even_hashes_of_them_have_room_for() -> None:
 @pytest.mark.parametrize(
     "entries",
     [
-        {"lr": ([None], b"")},
         {"lr": (["0.1"], b"")},
         {"lr": ([True], b"")},
         {"lr": ([[0.1]], b"")},
@@ -175,11 +174,32 @@ def test_what_users_write_during_a_step_is_set_aside() -> None:
     assert shown["lr"] == 0.2
 
 
+def test_an_option_that_is_set_in_the_first_step_is_none_at_some_peers() -> None:
+    fresh, stepped = adamw(0.1), adamw(0.1)
+    fresh.param_groups[0]["gamma"], stepped.param_groups[0]["gamma"] = None, 0.5
+    for here, there, during in ((fresh, stepped, 0.5), (stepped, fresh, 0.5)):
+        options, told = GroupOptions(here), GroupOptions(there).own(0)
+        assert options.fits(told)
+        with options.of_run(told):
+            assert here.param_groups[0]["gamma"] == during
+
+
+def test_an_option_that_only_some_groups_have_is_told_by_its_groups(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = adamw(0.1, 0.1), adamw(0.1, 0.1)
+    first.param_groups[0]["muon"] = second.param_groups[1]["muon"] = True
+    here, there = GroupOptions(first), GroupOptions(second)
+    for _ in range(2):
+        with here.of_run(there.own(0)):
+            pass
+    (message,) = caplog.messages
+    assert "muon is an option of parameter groups 1, and not here" in message
+
+
 def test_the_structure_of_groups_is_compared() -> None:
     first, second = parameters(2), parameters(3)
     assert structure([{"params": first, "lr": 0.1}]) == "2 tensors"
     flagged = [{"params": first, "lr": 0.1, "muon": True}, {"params": second, "lr": None}]
-    assert structure(flagged) == "2 tensors with muon, 3 tensors with lr None"
+    assert structure(flagged) == "2 tensors, 3 tensors"
 
 
 def test_a_difference_is_told_once_and_only_if_the_user_had_a_chance(caplog: pytest.LogCaptureFixture) -> None:

@@ -172,10 +172,10 @@ def test_numbers_of_numpy_get_votes() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), print, 1j, torch.zeros(2), torch.float32], ids=lambda value: type(value).__name__
+    "value", [object(), print, [print], torch.zeros(2).to_sparse()], ids=lambda value: type(value).__name__
 )
-def test_what_has_no_plain_value_is_refused_by_name(alone: Alone, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"parameter group 0 has 'mode' = .*give a number"):
+def test_what_newcomers_can_not_get_is_refused_by_name(alone: Alone, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)parameter group 0 has 'mode' = .*, and 'mode'.* is a .*give a number"):
         alone(make_model(), target_batch_size=8, optimizer=lambda params: Moded(params, value))
     model = make_model()
     optimizer = alone(model, target_batch_size=8, optimizer=lambda params: Moded(params, "plain"))
@@ -193,6 +193,16 @@ def test_what_has_no_plain_value_is_refused_by_name(alone: Alone, value: Any) ->
     optimizer.step(batch_size=0)  # nothing was lost: the batch is in this epoch
     assert optimizer.local_epoch == 1
     assert not torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("value", [1j, torch.ones(2), torch.float32], ids=lambda value: type(value).__name__)
+def test_what_has_no_plain_value_is_not_compared(alone: Alone, value: Any) -> None:
+    model = make_model()
+    optimizer = alone(model, target_batch_size=8, optimizer=lambda params: Moded(params, "plain"))
+    optimizer.param_groups[0]["kept"] = value
+    step(model, optimizer)
+    assert optimizer.local_epoch == 1
+    assert optimizer.param_groups[0]["kept"] is value
 
 
 def test_options_of_another_kind_end_their_own_peer_only(caplog: pytest.LogCaptureFixture) -> None:
