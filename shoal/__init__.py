@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shoal.optim.reports import ForkReport as ForkReport
     from shoal.optim.reports import ReachabilityReport as ReachabilityReport
     from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
+    from shoal.optim.tree import travels as travels
     from shoal.p2p.identity import PeerID as PeerID
     from shoal.p2p.multiaddr import Multiaddr as Multiaddr
     from shoal.remote.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -82,6 +83,7 @@ _HOMES = {
     "functional_optim_map": "shoal.functional.registry",
     "get_dht_time": "shoal.dht.records",
     "register_functional_optimizer": "shoal.functional.registry",
+    "travels": "shoal.optim.tree",
 }
 _ROOMS = (
     "averaging", "cluster", "compression", "dht", "flat", "functional", "health", "integrations", "membership",

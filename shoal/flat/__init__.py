@@ -31,7 +31,14 @@ from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, neutral, neutral_mo
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.shown import OwnGroups, Shown, ShowsGroups
 from shoal.flat.span import Span
-from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
+from shoal.flat.state_dict_hooks import (
+    after_loading,
+    after_saving,
+    before_loading,
+    before_saving,
+    own_saving_hooks,
+    without_hooks,
+)
 from shoal.flat.watch import MemoryWatch, Watch
 
 __all__ = [
@@ -63,6 +70,7 @@ __all__ = [
     "needs_sparse_gradients",
     "neutral",
     "neutral_modes",
+    "own_saving_hooks",
     "own_storage",
     "pick_kernels",
     "tensor_from",

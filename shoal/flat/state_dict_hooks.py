@@ -1,4 +1,4 @@
-"""The hooks that users register on an optimizer for `state_dict` and `load_state_dict`.
+"""The hooks for `state_dict` and `load_state_dict` that users, and a few classes, register on an optimizer.
 
 torch's own methods call them. An optimizer that makes or loads its state dict itself calls them by these functions, at
 the same moments, and keeps them from the calls that it makes for itself.
@@ -6,7 +6,7 @@ the same moments, and keeps them from the calls that it makes for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,14 @@ def after_saving(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
     return state_dict
+
+
+def own_saving_hooks(optimizer: Optimizer) -> list[Callable[[Optimizer, StateDict], StateDict | None]]:
+    """The hooks after ``state_dict()`` that are the class's own: functions of its package. They are a part of how the
+    class saves itself."""
+    package = type(optimizer).__module__.partition(".")[0]
+    hooks = hooks_of(optimizer, SAVE_HOOKS[1])
+    return [hook for hook in hooks if (getattr(hook, "__module__", "") or "").partition(".")[0] == package]
 
 
 @users_modes()

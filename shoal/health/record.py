@@ -42,6 +42,7 @@ class FaultKind(Enum):
     UNLIKE = "unlike"  # this peer's state or gradients differed from those of peers with the same machine
     NOT_FINITE = "not finite"  # gradients or a loss had NaN or infinity
     FORK = "fork"  # the run has forked
+    STATE = "state"  # the optimizer keeps something that newcomers can't be sent
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):

@@ -72,6 +72,8 @@ def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, li
         if newest > health.epoch + 1 and not begins and health.joining is None:
             why = f": {failed}" if failed else ""
             add(Finding(Trouble.BEHIND, f"in epoch {health.epoch}, where others are in {newest}{why}"))
+        if FaultKind.STATE in health.faults:
+            add(Finding(Trouble.STATE, fault.reason if fault is not None and fault.kind is FaultKind.STATE else ""))
         if abs(known.clock) > CLOCK_SECONDS:
             side = "ahead of" if known.clock > 0 else "behind"
             add(Finding(Trouble.CLOCK, f"at least {abs(known.clock):.0f} s {side} this machine's"))

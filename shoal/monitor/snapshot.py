@@ -37,6 +37,7 @@ class Trouble(StrEnum):
     UNREACHABLE = "can't be reached"
     BEHIND = "is behind"
     CLOCK = "has another clock"
+    STATE = "can't give newcomers its state"
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.optim import tree
+from shoal.optim.own_form import own_form, unsaved_options
 from shoal.optim.plain import is_plain, plain, restored
 
-GROUPS, VALUES, REST = "groups", "values", "rest"
+GROUPS, VALUES, REST, FORM = "groups", "values", "rest", "form"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,8 @@ class Contents:
 
     Attributes:
         statistics: (parameter, name, tensor), sorted by name: tensors that flat memory can hold.
-        others: everything else: the options of the groups, the other state of the parameters, by number, and the state
-            that belongs to no parameter.
+        others: everything else: the options of the groups, the other state of the parameters, by number, the state that
+            belongs to no parameter, and what the class keeps outside of all that (see `own_form`), if it does.
     """
 
     statistics: Sequence[tuple[int, str, Tensor]]
@@ -32,9 +34,15 @@ class Contents:
 
     @classmethod
     def of(
-        cls, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]
+        cls,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        with_form: bool = True,
     ) -> Contents:
-        """The contents of an optimizer; the options are `groups`."""
+        """The contents of an optimizer; the options are `groups`. Without `with_form`, what the class keeps outside of
+        its state and its options is left out."""
         held = [
             (index, name, dense(value))
             for index, parameter in enumerate(parameters)
@@ -47,7 +55,13 @@ class Contents:
             if (index, name) not in taken:
                 values.setdefault(index, {})[name] = value
         rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        return cls(statistics, {GROUPS: [dict(group) for group in groups], VALUES: values, REST: rest})
+        form, unsaved = own_form(optimizer) if with_form else None, unsaved_options(optimizer)
+        options = [{name: value for name, value in group.items() if name not in unsaved} for group in groups]
+        return cls(statistics, Others(options, values, rest, form).as_tree)
+
+    def with_places(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that have places in the tree beforehand: the parameters, and the statistics."""
+        return [*parameters, *(tensor for _, _, tensor in self.statistics)]
 
     def encoded(self, tensors: list[Tensor], names: Sequence[str]) -> bytes:
         """The tree of the others. Its tensors are added to `tensors`, which have places already.
@@ -60,17 +74,24 @@ class Contents:
             CannotTravel: if something can't be encoded.
         """
 
-        def show(path: tree.Path) -> str:
-            match path:
-                case (part, int(index), *below) if below and part in (GROUPS, VALUES):
-                    of = repr(names[index]) if part == VALUES and index < len(names) else index
-                    owner = f"parameter group {of}" if part == GROUPS else f"state of parameter {of}"
-                    return f"{owner}: {tree.shown(tuple(below))}"
-                case (_, *below) if below:
-                    return f"state of the optimizer: {tree.shown(tuple(below))}"
-            return "the optimizer's state"
+        return tree.encode(self.others, tensors, partial(place_of, names))
 
-        return tree.encode(self.others, tensors, show)
+
+def place_of(names: Sequence[str], path: tree.Path) -> str:
+    """Names the place of something in the others, for a message.
+
+    Args:
+        names: the names of the parameters; [] if they have none.
+        path: the way to it.
+    """
+    match path:
+        case (part, int(index), *below) if below and part in (GROUPS, VALUES):
+            of = repr(names[index]) if part == VALUES and index < len(names) else index
+            owner = f"parameter group {of}" if part == GROUPS else f"state of parameter {of}"
+            return f"{owner}: {tree.shown(tuple(below))}"
+        case (_, *below) if below:
+            return f"state of the optimizer: {tree.shown(tuple(below))}"
+    return "the optimizer's state"
 
 
 def dense(value: Any) -> Any:
@@ -102,11 +123,19 @@ class Others:
         groups: the options of each parameter group.
         values: by number of a parameter, everything else in its state.
         rest: the state of no parameter.
+        form: what the class keeps outside of all that; None if nothing.
     """
 
     groups: list[dict[Any, Any]]
     values: dict[int, dict[Any, Any]]
     rest: dict[Any, Any]
+    form: Any = None
+
+    @property
+    def as_tree(self) -> dict[str, Any]:
+        """As `Contents.others`."""
+        others = {GROUPS: self.groups, VALUES: self.values, REST: self.rest}
+        return others if self.form is None else others | {FORM: self.form}
 
     @classmethod
     def decoded(cls, encoded: bytes, tensors: Sequence[Tensor], mine: Any, parameters: int) -> Others:
@@ -122,7 +151,7 @@ class Others:
             ValueError: if it is anything else.
         """
         given = tree.decode(encoded, tensors, mine)
-        if type(given) is not dict or given.keys() != {GROUPS, VALUES, REST}:
+        if type(given) is not dict or given.keys() - {FORM} != {GROUPS, VALUES, REST}:
             raise ValueError("the state of the optimizer has not the parts of one")
         groups, values, rest = given[GROUPS], given[VALUES], given[REST]
         if type(groups) is not list or any(type(one) is not dict for one in (*groups, values, rest)):
@@ -131,7 +160,7 @@ class Others:
             raise ValueError("an option of a parameter group has no name, or is 'params'")
         if any(type(n) is not int or not 0 <= n < parameters or type(of) is not dict for n, of in values.items()):
             raise ValueError(f"the state has values of a parameter that does not exist: there are {parameters}")
-        return cls(groups, values, rest)
+        return cls(groups, values, rest, given.get(FORM))
 
     @classmethod
     def of_older(cls, groups: list[dict[str, Any]], values: Sequence[tuple[int, str, Any]]) -> Others:

@@ -30,7 +30,7 @@ from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, Event
 from shoal.optim.run import Run, until
 from shoal.optim.settings import Settings
-from shoal.optim.state import Replica, Rewritten, for_newcomer
+from shoal.optim.state import AS_OBJECT, Replica, Rewritten, for_newcomer
 from shoal.optim.strand_replica import StrandReplica
 from shoal.optim.strand_rounds import StrandRounds
 from shoal.optim.turns import are_several, is_called_away, wait_for
@@ -146,6 +146,7 @@ class Epoch:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
         self.applied = self._counted_from = replica.tip  # the second one begins the epoch for which it accumulates
         self._made_with: frozenset[bytes] = frozenset()  # the peers that made its state with it, or sent it the state
+        self._told_of_state = False  # whether a warning has told that newcomers can't be sent this peer's state
         self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
         self._step_seconds = 0.0  # of the last step
         self._waited_at: Tip | None = None  # the tip at which this peer has waited for the inner steps of others
@@ -180,9 +181,11 @@ class Epoch:
 
     @property
     def _rests(self) -> bool:
-        """Whether this peer could not download the state that others hold, and waits before it tries again. Meanwhile
-        it keeps its state, brings no samples and ends no epoch, so nobody waits for it."""
-        return not self.is_busy and self._run.swarm.rests(self._replica.tip)
+        """Whether this peer could not download the state that others hold, or a download did not help (see
+        `HiddenState`), and it waits before it tries again. Meanwhile it keeps its state, brings no samples and ends no
+        epoch, so nobody waits for it."""
+        is_suspected = self._round.hidden.rests(time.monotonic()) and bool(self._run.donors())
+        return not self.is_busy and (is_suspected or self._run.swarm.rests(self._replica.tip))
 
     def begin(self) -> None:
         """From now on the coordinator waits for this peer.
@@ -492,7 +495,10 @@ class Epoch:
             if self._drift is not None and used:
                 self._accumulation.restart()  # the others' state has this peer's drift; this peer downloads that state
                 self._replica.publish()
-            self._synchronise(averaged.donors)
+            if self._round.hidden.rests(time.monotonic()):
+                self._leave_round()
+            else:
+                self._synchronise(averaged.donors)
             return
         self._round.put(averaged)
         if averaged.with_state:
@@ -503,11 +509,21 @@ class Epoch:
         self._made_with = frozenset(member.key for member in members) - {self._run.me}
         self.applied = averaged.tip
         self._count_from(averaged.tip)
+        self._look_at_state()
         if outcome is not None:
             epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
             before = self._gradients.moved if isinstance(self._gradients, StrandRounds) else None
             stepping, norm = self._step_seconds, self._replica.grad_norm
             self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=stepping, norm=norm, before=before))
+
+    def _look_at_state(self) -> None:
+        """Tell once if something in this peer's state can't be sent to newcomers."""
+        if not self._told_of_state and (what := self._replica.why_it_cannot_travel()):
+            self._told_of_state = True
+            fields = self._run.faults.add(FaultKind.STATE, what)
+            log.warning(
+                "newcomers can't join this run: %s, which they can't be sent. %s", what, AS_OBJECT, extra=fields
+            )
 
     def _count_from(self, tip: Tip) -> None:
         """From now on, accumulate for the epoch that begins with the state `tip`."""
@@ -687,7 +703,8 @@ class Epoch:
         mine = self._replica.tip
         self._follow_pin()
         # The first round of a run is not replayed: each peer may have begun with parameters of its own.
-        if not donors and mine.epoch and self._run.swarm.can_replay and self.is_behind:
+        can_replay = self._run.swarm.can_replay and not self._round.hidden.is_suspected
+        if not donors and mine.epoch and can_replay and self.is_behind:
             with self._run.loading():
                 self._run.begin_replay()
                 self._replay()
@@ -709,9 +726,7 @@ class Epoch:
         swarm, tip, cost = self._run.swarm, self._replica.tip, time.monotonic() - began
         self._run.ask_where_they_are(self._run.donors())  # others may be at this peer's state, and count on it
         if error is not None and swarm.tip != tip:
-            # It could not follow the members of the last round, which must not wait for it.
-            self._accumulation.leave()
-            self._run.follow(tip)
+            self._leave_round()
         if isinstance(error, DoesNotFit):
             room_in = min(error.again, LONGEST_REST)
             seconds = self._run.call(lambda: swarm.wait_for_room(room_in))
@@ -725,6 +740,11 @@ class Epoch:
             "could not download the state that others hold: %s. This peer keeps its own; %s, and tries again %s",
             error, what, when, extra=self._run.faults.add(FaultKind.DOWNLOAD, str(error)),
         )  # fmt: skip
+
+    def _leave_round(self) -> None:
+        """Stay at this peer's own state: it does not follow the members of the last round, which must not wait."""
+        self._accumulation.leave()
+        self._run.follow(self._replica.tip)
 
     def _download(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> bool:
         """Set the replica to the state that most of the donors hold, among the states that are not behind this peer's,
@@ -771,6 +791,7 @@ class Epoch:
             keeps = drift is not None and can_keep and drift.has_moved
             load(keeps)
             self._run.follow(tip)
+            self._round.hidden.has_loaded(whole=self._replica.was_taken_whole and not state.lossy)
             self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
             if state.lossy:
                 self._round.machine.has_lossy_state(tip.epoch)

@@ -23,6 +23,7 @@ from shoal.optim.drift import Drift
 from shoal.optim.frozen import described_frozen
 from shoal.optim.grad_averager import AveragerGradients
 from shoal.optim.group_options import structure
+from shoal.optim.hidden_state import HiddenState
 from shoal.optim.reports import EpochReport
 from shoal.optim.run import Run
 from shoal.optim.settings import PLACE_TIMES, Settings, Stepped
@@ -310,6 +311,7 @@ class EpochRound:
         self._settings, self._run, self._rules, self._replica = settings, run, run.rules, replica
         self._gradients = gradients
         self.machine = Machine(run.me, name_of_machine(gradients, replica.optimizer))
+        self.hidden = HiddenState()
         self._opened: Begin | None = None  # the BEGIN of the last round that this peer was in
         self._options = b""
         self._waited_with = ("", "")  # the names of gradients and machine with which `average` waited last
@@ -432,6 +434,9 @@ class EpochRound:
         """What the outcome of a round means for this peer."""
         gradients, machine = self._waited_with
         self._tell_cost(outcome)
+        keys = [member.key for member in outcome.begin.members]
+        if self._run.me in keys:  # else this peer has missed the round
+            self.hidden.took_part(outcome.begin.tip.epoch, keys)
         if self._gradients is not None and not isinstance(self._gradients, OwnRounds):
             self._gradients.vector(outcome.begin.tip.epoch).settle(outcome)
         donors = (
@@ -559,20 +564,36 @@ class EpochRound:
         if begin.with_state:
             return ()
         states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
-        mine = states.get(self._run.me, b"")
-        if self._replica.tip.epoch:
+        mine, epoch = states.get(self._run.me, b""), self._replica.tip.epoch
+        if epoch:
             alike = {m.key for m, name in zip(begin.members, begin.machines, strict=True) if name == machine}
-            states = {key: state for key, state in states.items() if key in alike}
+            states = {k: state for k, state in states.items() if k in alike and not self.hidden.is_new(k)}
         held = list(states.values())
-        common = max(held, key=lambda state: (held.count(state), state), default=b"")
+        # Of equally many, those are right that have not loaded their state just now.
+        yields = self.hidden.has_just_loaded
+        common = max(held, key=lambda s: (held.count(s), s != mine if yields else s, s), default=b"")
+        if mine == common and held.count(mine) > 1:
+            self.hidden.agrees()
         if not mine or mine == common:
             return ()
-        if self._replica.tip.epoch:
+        if epoch:
             fields = self._run.faults.add(FaultKind.UNLIKE, "this peer's parameters differ from those of like peers")
-            log.error(
-                "this peer's parameters differ from those of peers that compute alike: downloading the state",
-                extra=fields,
-            )
+            if seconds := self.hidden.differs(time.monotonic()):
+                log.warning(
+                    "this peer's parameters differ again from those of peers that compute alike, soon after it has "
+                    "loaded all of their state: %s keeps something outside of its state_dict, or draws random numbers. "
+                    "This peer takes no part for %.0f s, then it loads the state again. use_local_updates and outer= "
+                    "(DiLoCo) train well with such a class; so does shoal.travels(), if it says how what is missing is "
+                    "sent",
+                    type(self._replica.wrapped).__qualname__,
+                    seconds,
+                    extra=fields,
+                )
+            else:
+                log.error(
+                    "this peer's parameters differ from those of peers that compute alike: downloading the state",
+                    extra=fields,
+                )
         return tuple(PeerID(key) for key, state in states.items() if state == common)
 
 

@@ -23,6 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.optim import tree
 from shoal.optim._torch import writes_of
 from shoal.optim.host_copy import HostCopy
+from shoal.optim.own_form import unsaved_options
 from shoal.optim.plain import WANTED, are_alike, can_hold, is_plain, plain_or, restored, with_plain_numbers
 from shoal.swarm.protocol.messages import MAX_OPTIONS_BYTES
 
@@ -77,8 +79,10 @@ class GroupOptions:
         self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None, host: HostCopy | None = None
     ) -> None:
         self._optimizer, self._scheduler, self._host = optimizer, scheduler, host
-        check_options(optimizer.param_groups)
-        self._left_out = KERNELS | (NOTES - set(optimizer.defaults)) | set(getattr(optimizer, "own_options", ()))
+        unsaved = unsaved_options(optimizer)
+        check_options(optimizer.param_groups, {name for group in optimizer.param_groups for name in group} - unsaved)
+        of_class = unsaved | set(getattr(optimizer, "own_options", ()))
+        self._left_out = KERNELS | (NOTES - set(optimizer.defaults)) | of_class
         self._holders: dict[str, list[int]] = {}  # for each option, the groups that have it
         for index, group in enumerate(optimizer.param_groups):
             for name in group:
@@ -225,8 +229,8 @@ class GroupOptions:
             return
         self._told.add(name)
         log.warning(
-            "at most peers of the run, %.80s is an option of parameter groups %.80s, and not here: make the groups alike "
-            "on all peers",
+            "at most peers of the run, %.80s is an option of parameter groups %.80s, and not here: make the groups "
+            "alike on all peers",
             name,
             groups,
         )
@@ -375,12 +379,16 @@ def check_options(groups: Iterable[Mapping[str, Any]], names: Iterable[str] | No
         for name in group if names is None else group.keys() & set(names):
             if name != "params" and name not in KERNELS and not is_plain(group[name]):
                 try:
-                    tree.encode(group[name], [], lambda path, name=name: tree.shown((name, *path)))
+                    tree.encode(group[name], [], partial(_shown_below, name))
                 except tree.CannotTravel as error:
                     raise ValueError(
                         f"parameter group {number} has {name!r} = {group[name]!r:.60}, and {error}: newcomers get the "
                         f"options of parameter groups, so give {WANTED}, or a tensor"
                     ) from error
+
+
+def _shown_below(name: str, path: tree.Path) -> str:
+    return tree.shown((name, *path))
 
 
 def structure(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -36,16 +36,17 @@ from shoal.flat import (
 )
 from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
-from shoal.optim.contents import Contents, Others, in_flat_memory, options_for
+from shoal.optim import tree
+from shoal.optim.contents import FORM, Contents, Others, in_flat_memory, options_for, place_of
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
+from shoal.optim.own_form import check_form, give_form, has_torchs_form
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
-from shoal.optim.tree import carrier
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.tip import Tip
@@ -71,6 +72,13 @@ HASHED_ELEMENTS = 1 << 22
 
 WANTED_SECONDS = 120.0
 """After a newcomer has asked for a state that the user had changed meanwhile, each step makes a copy for so long."""
+
+AS_OBJECT = "shoal.travels() says how objects of a class are sent"
+
+PLAIN = frozenset({Tensor, int, float, bool, str, bytes, type(None)})
+"""The types of values that travel for certain."""
+PLAIN_OPTIONS = PLAIN | {tuple, list}
+"""Those of options. `check_options` looks into lists."""
 
 AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[float | None]]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -144,14 +152,14 @@ class _Checked:
 
     Attributes:
         pairs: this peer's parameters and extra tensors, each with its values.
-        groups: the options of each parameter group.
-        rest: the optimizer's state of no parameter.
+        part: the part.
+        others: what else the optimizer keeps, with the options in the types that they have here.
         scheduled: the scheduler's state; {} without a scheduler.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
-    groups: list[dict[str, Any]]
-    rest: dict[Any, Any]
+    part: Part
+    others: Others
     scheduled: dict[str, Any]
 
 
@@ -170,6 +178,7 @@ class TrainingState:
     Attributes:
         parameters: the optimizer's parameters that are part of the state.
         memory: with `flat`, the flat memory of the parameters.
+        was_taken_whole: whether the optimizer holds all of the state that was loaded last.
     """
 
     def __init__(
@@ -193,12 +202,18 @@ class TrainingState:
         # At the last `adopt_statistics`: the tensors in the optimizer's state, and those that are in flat memory.
         self._found: list[Tensor] = []
         self._held: list[Tensor] = []
+        self._keeps_more = self._keeps_shared = False  # whether not all of its state is plain values, and tensors there
+        self.was_taken_whole = True
         self.adopt_statistics()
 
     def adopt_statistics(self) -> None:
         """Move new tensors of the optimizer's state into flat memory. Sparse ones, such as the momentum that SGD makes
         of sparse gradients, become dense before. The optimizer steps with either."""
-        found = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+        state = self.optimizer.state
+        own = [state[parameter] for parameter in self.parameters if parameter in state]
+        kept = [value for values in own for value in values.values()]
+        found = [value for value in kept if isinstance(value, Tensor)]
+        self._keeps_more = len(state) > len(own) or not PLAIN.issuperset(map(type, kept))
         if _are_same(found, self._found):
             return
         for index, name, value in list(self._kept()):
@@ -210,6 +225,24 @@ class TrainingState:
                 return  # the next call tries again
             self._held = tensors
         self._found = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
+        self._keeps_shared = len(tensors) < len(self._found)
+
+    def why_it_cannot_travel(self, *, at_start: bool = False) -> str:
+        """The name of what newcomers can't be sent, and where the optimizer keeps it; "" if there is nothing.
+
+        Args:
+            at_start: look at everything. Later on, plain values and tensors in flat memory need no look.
+        """
+        options = [value for group in self._options() for value in group.values()]
+        has_more = self._keeps_more or self._keeps_shared or not PLAIN_OPTIONS.issuperset(map(type, options))
+        if not (at_start or has_more):
+            return ""
+        try:
+            contents = Contents.of(self.optimizer, self.parameters, self._options(), with_form=at_start)
+            contents.encoded(contents.with_places(self.parameters), names_of(self.optimizer, self.parameters))
+        except tree.CannotTravel as error:
+            return str(error)
+        return ""
 
     def _can_adopt(self, tensors: list[Tensor]) -> bool:
         """Move the tensors into flat memory, if there is memory for that. They work where they are, too, and a step
@@ -283,13 +316,12 @@ class TrainingState:
         """
         part = self._whole if part is None else part
         options = self._options() if groups is None else groups
-        check_options(options)
         contents = Contents.of(self.optimizer, part.parameters, options)
         # Statistics with the same name follow each other. So few codec spans suffice, even for many parameters.
-        tensors = [*part.parameters, *(tensor for _, _, tensor in contents.statistics)]
+        tensors = contents.with_places(part.parameters)
         count = len(tensors)
-        tree = contents.encoded(tensors, names_of(self.optimizer, part.parameters))
-        others = [tensor.detach().view(carrier(tensor.dtype)) for tensor in tensors[count:]]
+        encoded_tree = contents.encoded(tensors, names_of(self.optimizer, part.parameters))
+        others = [tensor.detach().view(tree.carrier(tensor.dtype)) for tensor in tensors[count:]]
         dense = [tensor.detach() for tensor in [*tensors[:count], *others, *part.extras]]
         memory = FlatBuffer(Layout.of(dense).on("cpu"), recycled=True)
         memory.copy_from(dense)
@@ -299,7 +331,7 @@ class TrainingState:
             values=[],
             scheduler=scheduler_state(self.scheduler),
             extras=len(part.extras),
-            tree=tree,
+            tree=encoded_tree,
             tensors=len(others),
         )
         described = [("", TensorRole.PARAMETER)] * len(part.parameters)
@@ -353,13 +385,36 @@ class TrainingState:
             for key in [key for key in self.optimizer.state if not isinstance(key, Tensor)]:
                 del self.optimizer.state[key]
             for each in checked:
-                self.optimizer.state.update(each.rest)
-                for group, options in zip(self.optimizer.param_groups, each.groups, strict=True):
+                self.optimizer.state.update(each.others.rest)
+                for group, options in zip(self.optimizer.param_groups, each.others.groups, strict=True):
                     group.update(options)
+                give_form(self.optimizer, each.others.form)
                 if self.scheduler is not None:
                     self.scheduler.load_state_dict(each.scheduled)
+            changed = [where for each in checked if (where := self._where_changed(each))]
+            self.was_taken_whole = not changed
+            if changed:
+                log.warning(
+                    "the optimizer does not hold what was loaded into it: %s differs. %s changes what is put into its "
+                    "state or its options, so this peer may compute other numbers than those from which it has them",
+                    changed[0],
+                    type(self.optimizer).__qualname__,
+                )
 
         return load
+
+    def _where_changed(self, given: _Checked) -> str:
+        """The first place where the optimizer does not hold what was just loaded, type by type; "" if there is none."""
+        part = given.part
+        try:
+            now = Contents.of(self.optimizer, part.parameters, self._options())
+            tensors, names = now.with_places(part.parameters), names_of(self.optimizer, part.parameters)
+            wanted = given.others.as_tree
+            if now.encoded([*tensors], names) == tree.encode(wanted, [*tensors]):
+                return ""
+        except tree.CannotTravel as error:
+            return str(error)
+        return place_of(names, tree.difference(wanted, now.others) or ())
 
     def _checked(self, given: PartState, kept: dict[Tensor, dict[Any, Any]]) -> _Checked:
         """Check that the state of a part fits it, and add the optimizer's state after the load to `kept`, by parameter.
@@ -387,7 +442,7 @@ class TrainingState:
         others = self._others_of(given, [own for own, _ in statistics])
         if len(others.groups) != len(mine):
             raise ValueError(f"the state has {len(others.groups)} parameter groups, this peer {len(mine)}")
-        groups = options_for(self.optimizer, mine, others.groups)
+        others = dataclasses.replace(others, groups=options_for(self.optimizer, mine, others.groups))
         for index, values in others.values.items():
             kept.setdefault(part.parameters[index], {}).update(values)
         if (self.scheduler is None) != (scalars.scheduler is None):
@@ -398,7 +453,7 @@ class TrainingState:
             if unknown := set(scalars.scheduler) - set(scheduled):
                 raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
             scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
-        return _Checked([*pairs, *statistics], groups, others.rest, scheduled)
+        return _Checked([*pairs, *statistics], part, others, scheduled)
 
     def _others_of(self, given: PartState, statistics: Sequence[Tensor]) -> Others:
         """What the optimizer keeps beside the statistics, which will be these."""
@@ -408,7 +463,9 @@ class TrainingState:
         end = len(given.tensors) - scalars.extras
         theirs = [tensor.clone() for tensor in given.tensors[end - scalars.tensors : end]]
         mine = Contents.of(self.optimizer, parameters, self._options()).others
-        return Others.decoded(scalars.tree, [*parameters, *statistics, *theirs], mine, len(parameters))
+        others = Others.decoded(scalars.tree, [*parameters, *statistics, *theirs], mine, len(parameters))
+        check_form(self.optimizer, mine.get(FORM), others.form)
+        return others
 
     def _options(self) -> list[dict[str, Any]]:
         """The present options of the parameter groups that newcomers get."""
@@ -495,7 +552,8 @@ class Replica(TrainingState):
             `max_grad_norm`.
 
     Raises:
-        ValueError: if there is nothing to train, or as `FlatBuffer.adopt`.
+        ValueError: if there is nothing to train, if the optimizer keeps something that newcomers can't be sent, or as
+            `FlatBuffer.adopt`.
     """
 
     always_sends_frozen = False
@@ -543,6 +601,8 @@ class Replica(TrainingState):
         unspecified = [TensorRole.UNSPECIFIED] * len(extras)
         self.buffers = SharedTensors(lambda: extras, Layout.of(extras), compression, unspecified)
         self.tip, self.state_digest = Tip.genesis(settings.run_id), self.digest()
+        if what := self.why_it_cannot_travel(at_start=True):
+            raise ValueError(f"{what}: peers that join the run could not have it. {AS_OBJECT}")
 
     @property
     def tip(self) -> Tip:
@@ -1038,11 +1098,6 @@ def names_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def has_torchs_form(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the form that torch gives to those of its optimizers."""
-    return isinstance(state_dict.get("state"), dict) and isinstance(state_dict.get("param_groups"), list)
 
 
 def _is_statistic(value: object, parameter: Tensor) -> bool:

@@ -101,7 +101,7 @@ _NUMPY: Final = ("|b1", *(f"{'|' if n == 1 else '<'}{kind}{n}" for kind in "iu" 
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """How objects of a class travel.
 
     Attributes:
@@ -112,27 +112,38 @@ class _Pair:
 
     name: str
     of: Callable[[Any], Any]
-    back: Callable[[Any], Any]
+    back: Callable[..., Any]
 
 
-_pairs: dict[type, _Pair] = {}
+_pairs: dict[type, Pair] = {}
 
 
-def travels(kind: type, name: str, of: Callable[[Any], Any], back: Callable[[Any], Any]) -> None:
-    """Let objects of exactly that class travel in states: to newcomers, and to files.
+def travels(kind: type, name: str, of: Callable[[Any], Any], back: Callable[..., Any]) -> None:
+    """Let objects of exactly that class, which an optimizer keeps in its state or its options, travel to newcomers and
+    to files. For a class of optimizers: let what it keeps outside of its state and its options travel, for all classes
+    that derive from it, too.
+
+    Call this in every peer's script, before the `Optimizer` is made. What peers have sent is never unpickled, and no
+    method of the class gets it: only `back`.
 
     Args:
         kind: the class.
         name: names it to peers; the same at all of them, at most 64 letters.
-        of: returns what an object consists of: tensors, numbers, lists, dictionaries and the like.
-        back: makes an object of that. The value may come from anybody: raise ValueError if it makes no sense.
+        of: ``of(object)`` returns what the object consists of: tensors, numbers, lists, dictionaries and the like.
+        back: ``back(value)`` makes an object of that. For a class of optimizers, ``back(optimizer, value)`` puts the
+            value into the optimizer. The value may come from anybody: raise ValueError if it makes no sense.
 
     Raises:
         ValueError: if the name is too long, or another class has it.
     """
     if not 0 < len(name) <= MAX_MEMBERS or any(pair.name == name for one, pair in _pairs.items() if one is not kind):
         raise ValueError(f"{name!r} is too long for the name of a class (64 letters), or another class has it")
-    _pairs[kind] = _Pair(name, of, back)
+    _pairs[kind] = Pair(name, of, back)
+
+
+def pair_of(kind: type[torch.optim.Optimizer]) -> Pair | None:
+    """How what optimizers of that class keep outside of their state travels; None if nobody has said."""
+    return next((_pairs[one] for one in kind.__mro__ if one in _pairs), None)
 
 
 # -- encoding
@@ -178,7 +189,7 @@ class _Encoder:
             return _plain_node(value, lambda why: self._refusal(path, why))
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if kind in _pairs:
+        if kind in _pairs and not issubclass(kind, torch.optim.Optimizer):
             pair = _pairs[kind]
             return [_Kind.OBJECT, pair.name, self.node(pair.of(value), (*path, pair.name))]
         if kind in (list, dict, OrderedDict, defaultdict, Counter, set, deque):
