@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim import tree
-from shoal.optim.own_form import own_form, unsaved_options
+from shoal.optim.own_form import own_form, tensors_in, unsaved_options
 from shoal.optim.plain import is_plain, plain, restored
 
 GROUPS, VALUES, REST, FORM = "groups", "values", "rest", "form"
@@ -55,7 +55,8 @@ class Contents:
             if (index, name) not in taken:
                 values.setdefault(index, {})[name] = value
         rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        form, unsaved = own_form(optimizer) if with_form else None, unsaved_options(optimizer)
+        form = own_form(optimizer) if with_form else None
+        unsaved = unsaved_options(optimizer)
         options = [{name: value for name, value in group.items() if name not in unsaved} for group in groups]
         return cls(statistics, Others(options, values, rest, form).as_tree)
 
@@ -169,6 +170,35 @@ class Others:
         for number, name, value in values:
             by_number.setdefault(number, {})[name] = value
         return cls(groups, by_number, {})
+
+
+def device_of(tensor: Tensor, parameter: Tensor, options: Mapping[str, Any]) -> torch.device:
+    """Where a tensor of a parameter's state belongs, by this peer's own options. As torch does: with its parameter, but
+    counts of steps (0-d) on the host, unless the kernel reads them on the device."""
+    reads_there = bool(tensor.dim() or options.get("capturable") or options.get("fused"))
+    return parameter.device if reads_there else torch.device("cpu")
+
+
+def place(others: Others, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Move tensors of others that were decoded, in place, to where this peer's optimizer needs them. An option that is
+    a tensor here already stays where it is."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for number, values in others.values.items():
+        parameter = parameters[number]
+        for tensor in tensors_in(values):
+            _move(tensor, device_of(tensor, parameter, groups.get(id(parameter), {})))
+    for own, options in zip(optimizer.param_groups, others.groups, strict=False):
+        for name, value in options.items():
+            for tensor in tensors_in(value):
+                mine, first = own.get(name), next(iter(own["params"]), tensor)
+                _move(tensor, mine.device if isinstance(mine, Tensor) else device_of(tensor, first, own))
+    for tensor in tensors_in(others.rest):
+        _move(tensor, device_of(tensor, next(iter(parameters), tensor), {}))
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
 
 
 def options_for(

@@ -41,8 +41,8 @@ class HiddenState:
             self._met = {key: self._met[key] for key in members}
 
     def is_new(self, key: bytes) -> bool:
-        """Whether that member has joined only now, and after this peer. If its state differs from this peer's, the fault
-        is with that one."""
+        """Whether that member has joined only now, and after this peer. If the states of the two differ, the fault is
+        with that one."""
         first, rounds = self._met.get(key, (0, 0))
         return self._began is not None and self._began < first and rounds <= SOON + 1
 

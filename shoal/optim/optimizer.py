@@ -209,6 +209,9 @@ class Optimizer(ShowsGroups):
         wait_for_newcomers: the share of the run's time, from 0 to 1, that its rounds may wait for newcomers that still
             download the state: all newcomers together, at most 600 s at once, and 120 s in a young run. 0.0: rounds
             never wait for them. The value of the round's coordinator counts, within what each member would bear.
+        max_state_bytes: the largest state that this peer downloads, in bytes of memory. When None, 16 tensors of the
+            size of the parameters, the extra tensors, and 64 MiB: enough for all but optimizers that keep whole
+            matrices for each parameter (Shampoo's kin). A cluster's rank takes that much for its own strand.
         metrics_port: the port of 127.0.0.1 on which this peer serves its metrics for Prometheus, at `/metrics`. 0 takes
             any free port, see the attribute `metrics_port`. None serves none.
 
@@ -284,6 +287,7 @@ class Optimizer(ShowsGroups):
         cluster: Cluster | None = None,
         frozen_parameters: str = "sample",
         wait_for_newcomers: float = 0.1,
+        max_state_bytes: int | None = None,
     ) -> None:
         if cluster is not None:
             CLUSTER.check("cluster", cluster)

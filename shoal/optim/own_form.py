@@ -10,6 +10,7 @@ peer's own. If the two differ, the state is refused by name, unless somebody has
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def own_form(optimizer: torch.optim.Optimizer) -> Any:
         return pair.of(optimizer)
     if (state_dict := _own_state_dict(optimizer)) is None:
         return None
-    held = {tree.memory_of(tensor) for tensor in _tensors_in([*optimizer.state.items(), *optimizer.param_groups])}
+    held = {tree.memory_of(tensor) for tensor in tensors_in([*optimizer.state.items(), *optimizer.param_groups])}
     return _beside(state_dict, optimizer.state, held) or None
 
 
@@ -102,18 +103,19 @@ def _beside(value: Any, state: Any, held: set[Any]) -> Any:
         return None
     if not isinstance(value, Mapping):
         return value
-    if has_torchs_form(value) and all(tree.memory_of(tensor) in held for tensor in _tensors_in(value[STATE])):
+    if has_torchs_form(value) and all(tree.memory_of(tensor) in held for tensor in tensors_in(value[STATE])):
         value = {key: item for key, item in value.items() if key not in (STATE, GROUPS)}
     found = {key: _beside(item, state, held) for key, item in value.items()}
     return {key: item for key, item in found.items() if item is not None}
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a value of a state dict: a tensor, or containers of them."""
     if isinstance(value, Tensor):
         yield value
     elif depth < tree.MAX_DEPTH and isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors_in((key, item), depth + 1)
-    elif depth < tree.MAX_DEPTH and isinstance(value, list | tuple | set):
+            yield from tensors_in((key, item), depth + 1)
+    elif depth < tree.MAX_DEPTH and isinstance(value, list | tuple | set | deque):
         for item in value:
-            yield from _tensors_in(item, depth + 1)
+            yield from tensors_in(item, depth + 1)

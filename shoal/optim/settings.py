@@ -183,6 +183,7 @@ class Settings:
     error_feedback: Annotated[float | None, FRACTION]
     frozen_parameters: Annotated[str, FROZEN]
     wait_for_newcomers: Annotated[float, SHARE]
+    max_state_bytes: Annotated[int | None, COUNT]
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Settings:

@@ -37,7 +37,8 @@ from shoal.flat import (
 from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
 from shoal.optim import tree
-from shoal.optim.contents import FORM, Contents, Others, in_flat_memory, options_for, place_of
+from shoal.optim.as_saved import load_as_saved
+from shoal.optim.contents import FORM, Contents, Others, device_of, in_flat_memory, options_for, place, place_of
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy
@@ -62,7 +63,7 @@ SCALARS_BYTES = 1 << 16  # of a small state: options, counts of steps
 
 TENSORS_OF_OPTIMIZER = 16
 """Limits the size of a download: the parameter itself, and 15 tensors of its shape, in float32 or in the parameter's
-dtype. No known optimizer keeps more."""
+dtype. Few optimizers keep more; `max_state_bytes` is for these."""
 
 MANIFEST_BYTES = 1 << 26
 """The allowance for the options, counters and padding of a downloaded state."""
@@ -464,6 +465,7 @@ class TrainingState:
         theirs = [tensor.clone() for tensor in given.tensors[end - scalars.tensors : end]]
         mine = Contents.of(self.optimizer, parameters, self._options()).others
         others = Others.decoded(scalars.tree, [*parameters, *statistics, *theirs], mine, len(parameters))
+        place(others, self.optimizer, parameters)
         check_form(self.optimizer, mine.get(FORM), others.form)
         return others
 
@@ -478,12 +480,12 @@ class TrainingState:
         scalars, parameters, pairs = given.scalars, given.part.parameters, []
         count = len(parameters)
         values = given.tensors[count : count + len(scalars.statistics)]
+        options = {own: group for group in self.optimizer.param_groups for own in group["params"]}
         for (index, name), theirs in zip(scalars.statistics, values, strict=True):
             parameter = parameters[index]
             mine = self.optimizer.state.get(parameter, {}).get(name)
             if not isinstance(mine, Tensor) or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                # As torch does: statistics live with their parameter, but step counts (0-d) stay on the host.
-                device = parameter.device if theirs.dim() else torch.device("cpu")
+                device = device_of(theirs, parameter, options.get(parameter, {}))
                 # In flat memory, a new tensor gets its memory there: until then, one element stands for all.
                 mine = (
                     torch.empty((), dtype=theirs.dtype, device=device).expand(theirs.shape)
@@ -641,7 +643,7 @@ class Replica(TrainingState):
     @property
     def max_nbytes(self) -> int:
         """The largest size of a state of this model, in bytes."""
-        return self._nbytes_with(TENSORS_OF_OPTIMIZER) + MANIFEST_BYTES
+        return self._settings.max_state_bytes or self._nbytes_with(TENSORS_OF_OPTIMIZER) + MANIFEST_BYTES
 
     @property
     def usual_nbytes(self) -> int:
@@ -1010,7 +1012,7 @@ class Replica(TrainingState):
         with self._lock:
             self.placement.take_over()
             if self.drift is None:
-                self.optimizer.load_state_dict(given)
+                load_as_saved(self.optimizer, given)
             else:
                 self._load_outer(self.drift, given, ours)
             if self.scheduler is not None and "scheduler" in ours:
@@ -1064,11 +1066,8 @@ class Replica(TrainingState):
         anchor becomes the model's parameters, and what the outer optimizer and `error_feedback` keep begins anew."""
         assert self._host is not None
         # The hooks of both come before anything changes: one that raises leaves everything as it was.
-        inner = before_loading(drift.inner, inner)
         outer = before_loading(self.optimizer, ours["outer"]) if "drift" in ours else None
-        with without_hooks(drift.inner):
-            drift.inner.load_state_dict(inner)
-        after_loading(drift.inner)
+        load_as_saved(drift.inner, inner)
         if drift.schedule is not None:
             drift.schedule.rewind()
         drift.reset()

@@ -109,7 +109,7 @@ class StrandReplica(Replica):
         self._load: Callable[[bool], None] = _nothing  # takes over what was downloaded
         size = sum(max(4, piece.element_size()) * piece.numel() for piece in strands.pieces) // len(strands.mine)
         extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
-        at_most = TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
+        at_most = settings.max_state_bytes or TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
         self.states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
         if not is_element_wise(made := type(stepped.optimizer)):
             raise ValueError(

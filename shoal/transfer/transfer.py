@@ -297,7 +297,10 @@ class _Download:
                 self._unwanted.add(donor)
                 raise ValueError(f"{_title(manifest)} is not newer than this peer's state")
             if manifest.nbytes > self.max_nbytes:
-                raise ValueError(f"offers a state of {manifest.nbytes} bytes, more than the {self.max_nbytes} allowed")
+                raise ValueError(
+                    f"offers a state of {manifest.nbytes} bytes, more than the {self.max_nbytes} allowed here: "
+                    f"max_state_bytes={manifest.nbytes} would do"
+                )
         except (P2PError, TimeoutError, ValueError) as error:
             self._dropped[donor] = str(error) or "did not answer in time"
         else:

@@ -59,6 +59,7 @@ FREE: dict[str, Any] = {
     "kept_state_dir": "no folder is made before a state is kept",
     "frozen_parameters": "own",  # compared only where there are some: tests/optim/test_frozen.py
     "wait_for_newcomers": 0.5,
+    "max_state_bytes": 1 << 30,
 }
 
 SPELLINGS: list[dict[str, Any]] = [  # keys that are a peer's own, and other words for what the others have

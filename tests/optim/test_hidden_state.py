@@ -1,4 +1,4 @@
-"""A class that keeps something outside of its state dict: its newcomer says so, and does not download in every epoch."""
+"""A newcomer with a class that keeps something outside of its state dict says so, and does not download on and on."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_newcomer_says_so_and_rests(caplog: pytest.LogCaptureFixture) -> None:
                 until = time.monotonic() + 20
                 with ThreadPoolExecutor(2) as pool:
                     while "outside of its state_dict" not in caplog.text and time.monotonic() < until:
-                        list(pool.map(lambda peer: step(*peer, 4), made))
+                        list(pool.map(lambda peer: step(peer[0], peer[1], 4), made))
                     before = veteran[1].local_epoch
                     for _ in range(12):  # the other one goes on, and waits for nobody
-                        list(pool.map(lambda peer: step(*peer, 4), made))
+                        list(pool.map(lambda peer: step(peer[0], peer[1], 4), made))
                 assert veteran[1].local_epoch >= before + 3
         told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(told) == 1, told

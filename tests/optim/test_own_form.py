@@ -1,4 +1,4 @@
-"""State dicts with a form of their own: what peers have sent is compared with this peer's, or goes through the functions
+"""State dicts with a form of their own: what peers have sent is compared with this peer's, or goes through functions
 that were given to `shoal.travels`, and reaches no method of the class."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -57,13 +57,13 @@ def save(optimizer: Unpickles, state_dict: Any) -> None:
 
 
 def unpickle(optimizer: Unpickles, state_dict: Any) -> None:
-    optimizer.schedule = pickle.loads(state_dict["own"]["schedule"])  # noqa: S301 (that it is not called is the test)
+    optimizer.schedule = pickle.loads(state_dict["own"]["schedule"])  # that it is not called is the test
 
 
 class Evil:
     """Unpickling it writes down that it was unpickled."""
 
-    told: list[str] = []
+    told: ClassVar[list[str]] = []
 
     def __reduce__(self) -> Any:
         return Evil.told.append, ("unpickled",)

@@ -395,7 +395,9 @@ def test_a_state_larger_than_the_newcomer_allows_is_refused_before_anything_is_a
         huge = Manifest(Tip(1, bytes(32), 1.0), b"", ("none",), ((1 << 33, 0),), (shape,), 0, bytes(32 << 14))
         donate_by(donors[0], huge, lambda number: Reply(Chunk(), [b""]))
         monkeypatch.setattr(torch, "empty", None)
-        with pytest.raises(DownloadFailed, match=f"offers a state of {8 << 33} bytes, more than the {1 << 30} allowed"):
+        with pytest.raises(
+            DownloadFailed, match=f"offers a state of {8 << 33} bytes, more than the {1 << 30} allowed here: max_state"
+        ):
             await download(newcomer, donors)
 
     run(scenario())

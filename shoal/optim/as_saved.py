@@ -1,0 +1,45 @@
+"""Loads a torch state dict into an optimizer, so that it holds what was saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.flat import after_loading, before_loading, without_hooks
+from shoal.optim.contents import device_of
+from shoal.optim.own_form import GROUPS, STATE, has_torchs_form, tensors_in
+
+KEPT_BY_TORCH = frozenset({int, float, bool, type(None), complex})
+
+
+def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state dict, which the optimizer may keep. Hooks are called as torch does.
+
+    torch's own `load_state_dict` casts tensors of the state to the dtype of their parameter, also whole numbers and
+    float32 state of a bfloat16 parameter. It makes a text of a generator's name, and a deque forgets its bound. Its own
+    classes expect that. In other classes, what was saved is put back.
+    """
+    state_dict = before_loading(optimizer, state_dict)
+    with without_hooks(optimizer):
+        optimizer.load_state_dict(state_dict)
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim")
+    if kind.load_state_dict is torch.optim.Optimizer.load_state_dict and not is_torchs and has_torchs_form(state_dict):
+        _put_back(optimizer, state_dict)
+    after_loading(optimizer)
+
+
+def _put_back(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict[GROUPS], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            own = optimizer.state.get(parameter, {})
+            for name, value in state_dict[STATE].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    device = own[name].device if isinstance(own.get(name), Tensor) else parameter.device
+                    own[name] = value.to(device)
+                elif type(value) not in KEPT_BY_TORCH:
+                    for tensor in tensors_in(value):
+                        tensor.data = tensor.data.to(device_of(tensor, parameter, group))
+                    own[name] = value
