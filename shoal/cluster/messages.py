@@ -30,6 +30,7 @@ class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
         gradients: which of its sharded parameters have a gradient, as the bits of a number.
         digest: the digest of the other gradients if rank 0 compares them, else b"".
         error: why the call fails at that rank; "" if it does not.
+        loss: the loss of these samples: its value, and the number of its kind; None if there is none.
     """
 
     call: Text
@@ -37,6 +38,7 @@ class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
     gradients: bytes = b""
     digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     error: Text = ""
+    loss: tuple[float, int] | None = None
 
 
 class Go(msgspec.Struct, tag=5, array_like=True, frozen=True):

@@ -29,6 +29,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 set_grad_mode = torch._C._set_grad_enabled

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shoal.flat import grad_of
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import lost_gradient
+from shoal.optim.closures import Closure, NotUsed, kept_loss, loss_of
 from shoal.optim.drift import Drift
 from shoal.optim.epoch_round import Gradients, OwnRounds
 from shoal.optim.grad_scaler import GradScaler
@@ -19,6 +20,7 @@ from shoal.optim.settings import Settings
 from shoal.optim.state import Replica
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.loss import Loss, mean_of
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class Accumulation:
     Attributes:
         gradients: as given.
         drift: `gradients`, if they are a `Drift`; else None.
+        loss: the mean loss of the samples that `close` has brought; None if a batch of them had no closure, or no loss
+            that is a finite number.
     """
 
     def __init__(
@@ -49,6 +53,10 @@ class Accumulation:
         self._local_samples = 0.0  # the samples of this epoch, with local updates
         self._scaler: GradScaler | None = None  # the scaler of the gradients that are accumulated in `.grad`
         self._warned = False  # whether a warning has said that no parameter has a gradient
+        self.loss: Loss | None = None
+        self._losses: list[tuple[Any, float]] = []  # of the batches with a closure: the loss, and the samples
+        self._samples_with_loss = 0.0
+        self._told_of_losses = False  # whether a warning has told of a closure without a usable loss
 
     @property
     def samples(self) -> float:
@@ -66,42 +74,77 @@ class Accumulation:
         steps = None if self.drift is None else self.drift.steps_of_epoch
         return steps is not None and self.progress >= steps
 
-    def add(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
+    def add(self, batch_size: int, grad_scaler: GradScaler | None, closure: Closure | None = None) -> None:
         """Use the parameters' `.grad`, the mean over `batch_size` samples. If no parameter has a gradient, the samples
         do not count.
+
+        Args:
+            batch_size: the number of samples.
+            grad_scaler: the scaler of the gradients, or None.
+            closure: the closure of the samples, or None. If nobody has called it yet, the step that is made here calls
+                it, and the gradients are those that it leaves.
 
         Raises:
             ValueError: if a parameter has a gradient that was frozen when the optimizer was made, if the model's
                 parameters were replaced, or if gradients that are accumulated in `.grad` were cleared.
         """
         replica = self._replica
-        trained, frozen = replica.in_backward
+        if not self.samples:  # once an epoch, before any gradient of wrong parameters is used
+            replica.placement.check()
+        self._check_held()
+        own = None if closure is None or closure.is_evaluated else closure
+        try:
+            if own is None:
+                self._check_gradients(batch_size)
+            else:
+                own.after_first = lambda: self._check_gradients(batch_size)
+            self._use(batch_size, grad_scaler, own)
+        except NotUsed:
+            return
+        if closure is not None and own is None:
+            self._keep_loss(closure, batch_size)
+
+    def _check_gradients(self, batch_size: float) -> None:
+        """Look at the gradients of a batch.
+
+        Raises:
+            ValueError: if a frozen parameter has one.
+            NotUsed: if no parameter has one.
+        """
+        trained, frozen = self._replica.in_backward
         if any(grad is not None for grad in map(grad_of, frozen)):
             raise ValueError(
                 "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
                 "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
             )
-        if not self.samples:  # once an epoch, before any gradient of wrong parameters is used
-            replica.placement.check()
-        self._check_held()
-        if all(grad is None for grad in map(grad_of, trained)):
-            replica.placement.check()  # modules may have other parameters now
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "step was told of %g samples, and no parameter has a gradient: they do not count; call backward() "
-                    "before step(), zero_grad() after it, and step(batch_size=0) where there are no samples (this is "
-                    "said once)",
-                    batch_size,
-                )
+        if any(grad is not None for grad in map(grad_of, trained)):
             return
+        self._replica.placement.check()  # modules may have other parameters now
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "step was told of %g samples, and no parameter has a gradient: they do not count; call backward() "
+                "before step(), zero_grad() after it, and step(batch_size=0) where there are no samples (this is "
+                "said once)",
+                batch_size,
+            )
+        raise NotUsed
+
+    def _use(self, batch_size: int, grad_scaler: GradScaler | None, closure: Closure | None) -> None:
+        """Use the gradients, or those that `closure` leaves.
+
+        Raises:
+            NotUsed: if they overflowed, or if the closure has left none. Then the samples do not count.
+        """
+        replica = self._replica
         if grad_scaler is not None and not grad_scaler.admits(self._optimizer):
             log.info("the gradients overflowed (grad_scaler): they are not used")
             if self._reuse:
                 self.restart()  # the same `.grad` have the gradients of earlier steps
+            raise NotUsed
         elif self.gradients is None:
             replica.placement.check_groups()
-            replica.step_locally()
+            replica.step_locally(closure)
             self._local_samples += batch_size
         else:
             if self.drift is not None and replica.is_at_start:
@@ -109,9 +152,36 @@ class Accumulation:
             if self.drift is not None:
                 replica.placement.check_groups()
             self.enter()
-            self.gradients.accumulate(batch_size)
+            if self.drift is not None:
+                self.drift.accumulate(batch_size, closure)
+            else:
+                self.gradients.accumulate(batch_size)
             if self._reuse:
                 self._scaler = grad_scaler
+
+    def _keep_loss(self, closure: Closure, batch_size: float) -> None:
+        """Keep the loss of a batch whose gradients were accumulated."""
+        if self.gradients is None or self.drift is not None:
+            return  # the step was made
+        self._losses.append((kept_loss(closure.returned), batch_size))
+        self._samples_with_loss += batch_size
+
+    def _mean_loss(self, samples: float) -> Loss | None:
+        """The mean loss of the accumulated samples; None if some have none."""
+        if not self._losses or self._samples_with_loss != samples:
+            return None
+        losses = [(loss_of(loss), weight) for loss, weight in self._losses]
+        if not self._told_of_losses and any(loss is None for loss, _ in losses):
+            self._told_of_losses = True
+            log.warning(
+                "step(closure): the closure has returned no finite number, so the epoch's step of all peers is made "
+                "without a loss; return the loss, a tensor with one element (this is said once)"
+            )
+        return mean_of(losses)
+
+    def _forget_losses(self) -> None:
+        if self._losses:
+            self._losses, self._samples_with_loss = [], 0.0
 
     def _check_held(self) -> None:
         gradients = self.gradients
@@ -146,6 +216,7 @@ class Accumulation:
     def restart(self) -> None:
         """Drop all that this peer has accumulated."""
         self._local_samples = 0.0
+        self._forget_losses()
         if self.gradients is not None:
             self.gradients.reset()
         if self._scaler is not None:
@@ -169,7 +240,10 @@ class Accumulation:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         held, samples = self._own is not None and self._own.held, self.samples
         usable = self.gradients.close(1.0 if self._scaler is None else self._scaler.get_scale())
+        if not held:
+            self.loss = self._mean_loss(samples) if usable else None
         if usable < samples and not held:  # a round that has begun has fewer: what came after it does not count
+            self._forget_losses()
             what, then = "gradients", "it joins without them"
             if self.drift is not None:
                 what, then = "inner steps", "it goes back to the anchor, and joins without them"

@@ -19,6 +19,7 @@ from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, MemoryWatch, holders_of, is_finite, pick_kernels
 from shoal.optim._torch import mark_as_stepped
 from shoal.optim.accumulator import clip, in_grad
+from shoal.optim.closures import Closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
 from shoal.outer import ExactSGD
@@ -150,13 +151,17 @@ class Drift:
         turn since, or from the share of the last drift that `mix` has left."""
         return self._is_apart or self.steps + self._in_flight[1] > 0
 
-    def accumulate(self, batch_size: float) -> None:
-        """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples."""
+    def accumulate(self, batch_size: float, closure: Closure | None = None) -> None:
+        """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples. With
+        `closure`, the inner optimizer calls that for the gradients."""
         if self._on_host:
             self._take_to_host()
         if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
             pick_kernels(self.inner)
-        self.inner.step()
+        if closure is None:
+            self.inner.step()
+        else:
+            closure.step(self.inner, self._in_model)
         for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
             model.copy_(host)
         if self._memory is not None and self._is_in_memory:
@@ -164,6 +169,18 @@ class Drift:
         self.samples += batch_size
         self.steps += 1
         self._follow()
+
+    @contextlib.contextmanager
+    def _in_model(self) -> Iterator[None]:
+        """A call of the closure, which computes with the model: within this context, the model has the parameters and
+        gradients of the inner optimizer; afterwards that has the model's."""
+        with torch.no_grad():
+            for model, host in zip(self._model, self._on_host, strict=False):
+                model.copy_(host)
+                model.grad = None if host.grad is None else host.grad.to(model.device)
+        yield
+        for model, host in zip(self._model, self._on_host, strict=False):
+            host.grad = None if model.grad is None else model.grad.to("cpu")
 
     def _take_to_host(self) -> None:
         memory = self._memory if self._is_in_memory else None

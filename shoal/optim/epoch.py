@@ -21,6 +21,7 @@ from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulation import Accumulation
+from shoal.optim.closures import Closure
 from shoal.optim.drift import Drift
 from shoal.optim.epoch_round import Averaged, EpochRound, report_of
 from shoal.optim.forks import Forks
@@ -200,16 +201,17 @@ class Epoch:
         except Behind:
             log.info("the run has begun: the first step downloads the state")
 
-    def advance(self, batch_size: int, grad_scaler: GradScaler | None) -> None:
+    def advance(self, batch_size: int, grad_scaler: GradScaler | None, closure: Closure | None = None) -> None:
         """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if its round is due. If
-        others have ended the epoch without this peer, download their state instead. Raises as `Optimizer.step`."""
+        others have ended the epoch without this peer, download their state instead. `closure` is as in
+        `Accumulation.add`. Raises as `Optimizer.step`."""
         self._forks.look(self._made_with)
         if not self._follow_pin() or self._rests:
             self._drop_reused()
             return
         if self.is_behind:
             if self._drift is not None and self._drift.has_moved and batch_size:
-                self._accumulation.add(batch_size, grad_scaler)  # the drift outlasts the download
+                self._accumulation.add(batch_size, grad_scaler, closure)  # the drift outlasts the download
             self._synchronise()
             self._drop_reused()
         elif batch_size:
@@ -217,7 +219,7 @@ class Epoch:
             if self._ends_before_adding and accumulation.samples and not self.is_busy and not self._has_failed:
                 self._end_if_due()
             if self.applied == computed_at:  # otherwise another state was downloaded meanwhile
-                accumulation.add(batch_size, grad_scaler)
+                accumulation.add(batch_size, grad_scaler, closure)
         self._count()
 
     def _drop_reused(self) -> None:
@@ -352,7 +354,7 @@ class Epoch:
         """Bring what this peer has accumulated to the round. Returns the samples behind it."""
         self._replica.take_over()
         samples = self._accumulation.close()
-        self._round.take()
+        self._round.take(self._accumulation.loss)
         if self._averages_in_background:
             self._accumulation.go_on()
         return samples
@@ -423,7 +425,8 @@ class Epoch:
         as_grad, began = None if self._gradients is None else self._gradients.as_grad, time.perf_counter()
         if self._drift is not None and not averaged.used(self._run.me):
             self._drift.remember()
-        self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state)
+        loss = averaged.loss if self._drift is None else None
+        self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state, loss=loss)
         self._step_seconds = time.perf_counter() - began
         self._run.tell_state_changed()
 

@@ -37,6 +37,7 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.messages import Begin, Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
@@ -274,12 +275,14 @@ class Averaged:
         options: the options of the parameter groups with which the step is made; b"": those in the groups.
         donors: empty, unless this peer's state, average or options differ from the others' where they must not. Then
             this peer downloads the state from these members, and makes no step.
+        loss: the run's loss, which the step gets from its closure; None if there is none.
     """
 
     tip: Tip
     outcome: Outcome | None
     options: bytes = b""
     donors: tuple[PeerID, ...] = ()
+    loss: Loss | None = None
 
     def used(self, me: bytes) -> bool:
         """Whether the average has the contribution of the peer with the key `me`."""
@@ -314,6 +317,7 @@ class EpochRound:
         self.hidden = HiddenState()
         self._opened: Begin | None = None  # the BEGIN of the last round that this peer was in
         self._options = b""
+        self._loss: Loss | None = None  # of what this peer has brought
         self._waited_with = ("", "")  # the names of gradients and machine with which `average` waited last
         self._told_cost = self._told_unusable = False
 
@@ -331,8 +335,10 @@ class EpochRound:
         own = self._replica.options.own(self._replica.tip.epoch)
         self._options = b"" if self._gradients is None else own
 
-    def take(self) -> None:
-        """Copy for the next round the tensors that the trainer continues to change. Runs in the trainer's thread."""
+    def take(self, loss: Loss | None = None) -> None:
+        """Copy for the next round the tensors that the trainer continues to change, and note the loss behind what this
+        peer brings. Runs in the trainer's thread."""
+        self._loss = loss
         epoch = self._replica.tip.epoch
         if self._rules.due_sizes and self._rules.is_due(epoch):
             self._replica.buffers.take()
@@ -403,6 +409,7 @@ class EpochRound:
             machine=machine,
             state=b"" if self._gradients is None else self._replica.state_digest,
             options=self._options,
+            loss=self._loss,
         )
         while True:
             try:
@@ -444,7 +451,7 @@ class EpochRound:
             or self._disagrees_with(outcome, machine)
             or self._of_unknown_options(outcome)
         )
-        return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors)
+        return Averaged(outcome.commit.next_tip, outcome, outcome.begin.options, donors, outcome.begin.loss)
 
     def _open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
         """Make the exchange of a round: gradients, extra tensors and state, in the order of `Rules.vector`.
@@ -514,7 +521,7 @@ class EpochRound:
         log.log(level, "no average (%s): going on with this peer's own %s", error, what, extra=fields)
         if self._gradients is not None:
             self._gradients.use_local()
-        return Averaged(tip, None, b"" if is_unusable else self._options)
+        return Averaged(tip, None, b"" if is_unusable else self._options, loss=self._loss)
 
     def _of_other_gradients(self, outcome: Outcome, mine: str) -> tuple[PeerID, ...]:
         """Compare this peer's average of gradients, which it had before the round, with those of the others.

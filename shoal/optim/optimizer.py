@@ -34,6 +34,7 @@ from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
 from shoal.optim.accumulation import Accumulation
+from shoal.optim.closures import Closure, loss_of, needs_closure, refuse_early, takes_closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
 from shoal.optim.epoch import Epoch
@@ -69,6 +70,7 @@ from shoal.optim.trainable import check_writable
 from shoal.optim.vitals import Vitals
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.loss import mean_of
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +119,9 @@ class Optimizer(ShowsGroups):
             None only with `DiLoCo(inner_steps=…)`.
         batch_size_per_step: the number of samples behind the gradients of one `step`. The argument `batch_size` of
             `step` overrides it.
-        optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure. On
-            the CPU it steps with torch's fused kernel if there is one, unless you made it with another kernel
-            (`fused=False`).
+        optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure (as
+            that of LBFGS does), except with `use_local_updates` or `outer`, and without a cluster. On the CPU it steps
+            with torch's fused kernel if there is one, unless you made it with another kernel (`fused=False`).
         params: parameters or parameter groups, of real numbers. Give it if, and only if, `optimizer` is a function.
         scheduler: a torch scheduler of the wrapped optimizer, or a function that makes one from it. It is stepped once
             per epoch. If other code changes an option that the scheduler sets, the scheduler's value is put back.
@@ -357,6 +359,7 @@ class Optimizer(ShowsGroups):
             "in_background": settings.delay_optimizer_step,
             "in_cluster": self._speaker is not None,
             "frozen": settings.sends_frozen,
+            "calls_closure": settings.moves_within_epochs and self._speaker is None,
         }
         if settings.outer is None:
             by_average = not settings.use_local_updates
@@ -370,6 +373,7 @@ class Optimizer(ShowsGroups):
         self.optimizer, self.scheduler, self._host = inner
         wrapped = self.optimizer
         wraps(self, wrapped)
+        self._needs_closure = needs_closure(type(wrapped))
         scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's scaler passes itself to `step`, which refuses it
         if strands is None or settings.outer is not None:
             shown = shown_of(wrapped, self._host, lambda: self._epoch.wait())
@@ -493,13 +497,17 @@ class Optimizer(ShowsGroups):
 
         Args:
             closure: a function that computes the loss and the gradients. `step` calls it first, with gradients enabled.
+                At the end of the epoch, the wrapped optimizer's closure returns the run's loss: the mean over all
+                samples, the same at all peers; it gets None if a peer gave none. With `use_local_updates` or `outer`,
+                the wrapped optimizer gets this closure itself, and may call it several times.
             batch_size: the number of samples over which `.grad` is the mean; `batch_size_per_step` when None. With 0,
                 `step` ignores `.grad`, and this peer joins the round if one is due.
             grad_scaler: the scaler of the loss. `step` unscales the gradients, and drops them if they overflowed. Not
                 with a cluster.
 
         Returns:
-            What the closure returns; None without a closure.
+            What the closure returns; None without a closure. If the wrapped optimizer has called the closure itself,
+            what its step returns.
 
         Raises:
             AveragingError: if the run refuses this peer, with the name of the option that differs. Other errors of the
@@ -507,6 +515,8 @@ class Optimizer(ShowsGroups):
             ValueError: for arguments that make no sense; if the model's parameters were replaced, converted or moved
                 since the optimizer was made; if a wrapper for several ranks holds them; or if gradients that are
                 accumulated in `.grad` were cleared.
+            ClosureCalledAgain: a RuntimeError, if the wrapped optimizer wants to call its closure again in a step with
+                averaged gradients. Its parameters and state are as before that step.
             RuntimeError: if another thread is in this optimizer, or after a `shutdown` of it or of its DHT; with
                 `outer`, if a checkpoint was loaded into the model alone, after the first inner step.
             ClusterError: in a cluster, if a rank is lost or has raised an error.
@@ -531,25 +541,31 @@ class Optimizer(ShowsGroups):
                     raise ValueError(NO_BATCH_SIZE)
                 if not (type(batch_size) is int and batch_size >= 0):
                     batch_size = SAMPLES.check("batch_size", batch_size)
-                return self._step(closure, batch_size, grad_scaler)
-            losses = []
+                return self._step(None if closure is None else Closure(closure), batch_size, grad_scaler)
+            given = None if closure is None else Closure(closure)
+            own = 0
 
             def prepare() -> int:
+                nonlocal own
                 self._look()
-                samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
-                if closure is not None:  # before this rank waits for the others, whose closures take as long
-                    with users_handlers(), users_modes(), torch.enable_grad():
-                        losses.append(closure())
-                return samples
+                own = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
+                if given is not None:  # before this rank waits for the others, whose closures take as long
+                    self._evaluate(given, "cluster=")
+                return own
+
+            def act(samples: int) -> None:
+                of_ranks = [(None if given is None else loss_of(given.returned), own), *speaker.losses]
+                loss = mean_of(of_ranks)
+                self._step(None if loss is None else Closure(None, loss), samples, None)
 
             speaker.lead(
                 "step",
-                lambda samples: self._step(None, samples, None),
+                act,
                 prepare,
                 speaker.whole.gather_for_step if speaker.strands is None or self.outer_optimizer is None else None,
                 moves=self._settings.moves_within_epochs and speaker.strands is None,
             )
-            return losses[0] if losses else None
+            return None if given is None else given.returned
 
     def _look(self) -> None:
         """Check the DHT, and tell the user which members this peer reaches, if that has changed since the last step."""
@@ -559,9 +575,7 @@ class Optimizer(ShowsGroups):
             found = reports.popleft()
             self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
 
-    def _step(
-        self, closure: Callable[[], torch.Tensor] | None, batch_size: int, grad_scaler: GradScaler | None
-    ) -> torch.Tensor | None:
+    def _step(self, closure: Closure | None, batch_size: int, grad_scaler: GradScaler | None) -> torch.Tensor | None:
         self._replica.refuse_load()
         if self._replica.is_in_eval:
             raise RuntimeError("the optimizer is in eval(): call train() of it before the batches that it trains on")
@@ -571,13 +585,30 @@ class Optimizer(ShowsGroups):
             self._begun = True
         if not self.use_local_updates:
             self._replica.options.look(self.local_epoch)
+        calls_it = self._settings.moves_within_epochs and batch_size
+        if self._needs_closure and closure is None and calls_it:
+            raise ValueError(f"the step of a {type(self.optimizer).__name__} calls its closure: call step(closure)")
         self._epoch.take_result(wait=False)
-        loss = None
-        if closure is not None:
-            with users_handlers(), users_modes(), torch.enable_grad():
-                loss = closure()
-        self._epoch.advance(batch_size, grad_scaler)
-        return loss
+        if closure is None:
+            self._epoch.advance(batch_size, grad_scaler)
+            return None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            self._evaluate(closure, "grad_scaler=")
+        elif not (closure.is_evaluated or (calls_it and takes_closure(type(self.optimizer)))):
+            closure.evaluate()
+        self._epoch.advance(batch_size, grad_scaler, closure)
+        result: torch.Tensor | None = closure.result()
+        return result
+
+    def _evaluate(self, closure: Closure, because: str) -> None:
+        """Call the closure before the step of the wrapped optimizer, because that is necessary.
+
+        Raises:
+            ValueError: if the wrapped optimizer may want to call it itself. Then nothing has changed.
+        """
+        if self._settings.moves_within_epochs:
+            refuse_early(type(self.optimizer), because)
+        closure.evaluate()
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the wrapped optimizer has them: see the guide "Optimizers"."""

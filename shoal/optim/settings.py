@@ -4,7 +4,6 @@ a run, and how the torch objects are made from them."""
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.averaging.options import term_of
 from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
+from shoal.optim.closures import needs_closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy, is_on_host, listed
 from shoal.optim.plain import plain_or
@@ -372,6 +372,7 @@ def make_trained(
     in_cluster: bool = False,
     steps_average: bool = False,
     frozen: bool = False,
+    calls_closure: bool = False,
 ) -> Stepped:
     """Make the local optimizer and its scheduler.
 
@@ -383,6 +384,7 @@ def make_trained(
             rank 0 steps all of them.
         steps_average: the optimizer steps the average of the peers' gradients, and not this peer's own.
         frozen: frozen parameters are part of the state.
+        calls_closure: each step of the optimizer gets the user's closure, and may call it.
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure or sparse
@@ -400,6 +402,13 @@ def make_trained(
         if in_background or not is_on_host(params):
             host = HostCopy(params, in_background=in_background, frozen=frozen)
     made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
+    if needs_closure(type(made)) and not calls_closure:
+        raise ValueError(
+            f"optimizer= is a {type(made).__name__}, whose step evaluates the loss again and again (its closure), "
+            "and peers average gradients once per step: choose an optimizer whose step needs no closure, or train "
+            "without cluster= and with outer=shoal.DiLoCo(…) or use_local_updates=True, where its step gets the "
+            "closure itself"
+        )
     own = [parameter for group in made.param_groups for parameter in group["params"]]
     names = [name for group in made.param_groups for name in group.get("param_names", ())]
     model = own if host is None else host.given
@@ -424,11 +433,12 @@ def make_outer(
     in_cluster: bool = False,
     pieces: Sequence[Any] | None = None,
     frozen: bool = False,
+    calls_closure: bool = False,
 ) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
     """Make the inner optimizer, the anchor and the outer optimizer.
 
     Args:
-        on_host, in_background, in_cluster, frozen: see `make_trained`, of the inner optimizer.
+        on_host, in_background, in_cluster, frozen, calls_closure: see `make_trained`, of the inner optimizer.
         pieces: parameter groups. If given, the anchor is a copy of these, and not of the model's parameters.
 
     Returns:
@@ -438,7 +448,8 @@ def make_outer(
         ValueError: as `make_trained`, or if `outer.optimizer` makes no optimizer.
     """
     places = {"on_host": on_host, "in_background": in_background, "in_cluster": in_cluster}
-    made = inner, _, host = make_trained(optimizer, params, scheduler, **places, frozen=frozen)
+    kinds = {"frozen": frozen, "calls_closure": calls_closure}
+    made = inner, _, host = make_trained(optimizer, params, scheduler, **places, **kinds)
     if pieces is not None:
         anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True, frozen=True)
         return made, anchor, _make_outer(outer, anchor)
@@ -475,12 +486,6 @@ def _make_optimizer(optimizer: AnyOptimizer, params: Params | None, in_cluster: 
             made = optimizer(params)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"optimizer= is a {type(made).__name__}, whose step evaluates the loss again and again (its closure), "
-            "and peers average gradients once per step: choose an optimizer whose step needs no closure"
-        )
     return made
 
 

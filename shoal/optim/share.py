@@ -14,6 +14,7 @@ from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import Answer, StrandReplica
 from shoal.optim.strand_states import Carrier
 from shoal.swarm.protocol.errors import Behind
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
 
 
@@ -84,9 +85,11 @@ class Share:
         except Behind:  # rank 0 has given up the round, or gives it up when it hears this
             return b""
 
-    def _step(self, tip: Any, options: bytes, factor: float) -> None:
+    def _step(self, tip: Any, options: bytes, factor: float, loss: Any) -> None:
         self._gradients.scale_by(factor)
-        self._replica.step(self._gradients.as_grad, msgspec.convert(tip, Tip), options, with_state=False)
+        told = msgspec.convert(tip, Tip), options
+        loss = msgspec.convert(loss, Loss | None)
+        self._replica.step(self._gradients.as_grad, *told, with_state=False, loss=loss)
 
     def _download(self, tip: Any, timeout: float, of_strand: Any) -> Answer:
         carriers = msgspec.convert(of_strand, list[list[Carrier]])

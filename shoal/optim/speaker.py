@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
@@ -15,6 +16,7 @@ from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Whole
 from shoal.interrupts import raised_by
 from shoal.optim.crew import Crew
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ class Speaker:
         gang: the connections to the other ranks.
         crew: tells the other ranks what to do, if they carry strands.
         whole: the parameters in one piece, or the pieces of rank 0's strands.
+        losses: the loss and the samples of each other rank in the present step.
         state: returns the tip of the parameters and the parameter groups; None until the optimizer is made.
     """
 
@@ -44,6 +47,7 @@ class Speaker:
             self.gang.leave()
             raise
         self.state: Callable[[], tuple[Tip, Sequence[Mapping[str, Any]]]] | None = None
+        self.losses: list[tuple[Loss | None, float]] = []
         self._sent: Tip | None = None  # the tip of the parameters that the others have
         self._leads = False
 
@@ -90,6 +94,7 @@ class Speaker:
                 raise
             reports = self._hear(call, samples, None, moves)
             samples += sum(report.samples for report in reports)
+            self.losses = [(msgspec.convert(each.loss, Loss | None), each.samples) for each in reports]
             try:
                 if collect is not None and not self.whole.gathers_alone:
                     self.gang.say(Go())

@@ -38,6 +38,7 @@ from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
 from shoal.optim import tree
 from shoal.optim.as_saved import load_as_saved
+from shoal.optim.closures import Closure, step_with_loss
 from shoal.optim.contents import FORM, Contents, Others, device_of, in_flat_memory, options_for, place, place_of
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
@@ -50,6 +51,7 @@ from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Snapshot, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
@@ -576,7 +578,9 @@ class Replica(TrainingState):
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
         self._in_train: list[Tensor] | None = None  # in the optimizer's eval mode: its parameters of train mode
-        self._lock = threading.Lock()  # held while the state changes, and while it is copied
+        # Held while the state changes, and while it is copied; but not while a local step calls the user's closure.
+        self._lock = threading.Condition(threading.Lock())
+        self._is_mid_step = False  # whether a local step is at its closure
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
         given = parameters_of(optimizer) if host is None else host.given
@@ -740,7 +744,9 @@ class Replica(TrainingState):
 
     # -- steps
 
-    def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
+    def step(
+        self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool, loss: Loss | None = None
+    ) -> None:
         """End an epoch: set the state to its average if it was averaged, make the local optimizer's step with the
         averaged gradients, and step the scheduler. With local updates there is no step, and the changes of the state
         since it was copied for the round are kept.
@@ -753,6 +759,7 @@ class Replica(TrainingState):
             tip: the name of the state after the step.
             options: the run's options, see `GroupOptions`.
             with_state: whether the state was averaged.
+            loss: the run's loss, for an optimizer that reads that of its closure; None if there is none.
         """
         host, is_local = self._host, as_grad is None
         with self._lock, contextlib.nullcontext() if host is None else host.set_aside(self.optimizer):
@@ -763,7 +770,11 @@ class Replica(TrainingState):
             else:
                 with as_grad(self.stepped, self._settings.max_grad_norm) as norm, self.options.of_run(options):
                     self.grad_norm = norm
-                    self._step()
+                    self._pick_kernels()
+                    if loss is None:
+                        self.optimizer.step()
+                    else:
+                        step_with_loss(self.optimizer, loss, self.memory)
             self.options.step_scheduler()
             self._adopt_new_statistics()
             self.tip = tip
@@ -807,20 +818,41 @@ class Replica(TrainingState):
             if self.drift is None:
                 self.publish()
 
-    def step_locally(self) -> None:
-        """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on."""
+    def step_locally(self, closure: Closure | None = None) -> None:
+        """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on.
+
+        Args:
+            closure: a closure that the optimizer calls. Meanwhile other threads may have the lock, but newcomers wait
+                for the end of the step.
+        """
         with self._lock:
             self.options.enforce()
-            self._step()
+            self._pick_kernels()
+            if closure is None:
+                self.optimizer.step()
+            else:
+                self._is_mid_step = True
+                try:
+                    closure.step(self.optimizer, self._unlocked)
+                finally:
+                    self._is_mid_step = False
+                    self._lock.notify_all()
             self._adopt_new_statistics()
 
-    def _step(self) -> None:
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+
+    def _pick_kernels(self) -> None:
         # On the host, torch's default kernel passes over the parameters once for each operation. Its fused kernels are
         # as exact and round differently. They make the same bits with any number of threads, because they divide the
         # work between cache lines.
         if all(parameter.device.type == "cpu" for parameter in self.stepped):
             pick_kernels(self.optimizer)
-        self.optimizer.step()
 
     def _adopt_new_statistics(self) -> None:
         self.adopt_statistics()
@@ -866,6 +898,7 @@ class Replica(TrainingState):
             ValueError: if the optimizer holds something that can't be sent.
         """
         with self._lock:
+            self._lock.wait_for(lambda: not self._is_mid_step)
             if self._made is not None and self._made.tip == self.tip:
                 return self._made
             snapshot, digest = self._copy_now(), self.state_digest

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.averaging.exchange import Vector
 from shoal.cluster.strands import Strands
 from shoal.optim._torch import foreach_mul_
+from shoal.optim.closures import Closure
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
 from shoal.optim.settings import Settings, Stepped
@@ -104,8 +105,8 @@ class StrandDrift(StrandRounds, Drift):
 
     # -- the methods of `Drift`, at all ranks
 
-    def accumulate(self, batch_size: float) -> None:
-        """See `Drift`. `batch_size` is the number of samples of the whole cluster."""
+    def accumulate(self, batch_size: float, closure: Closure | None = None) -> None:
+        """See `Drift`. `batch_size` is the number of samples of the whole cluster, in which no closure is called."""
         if not self.is_quiet:
             self._crew.tell_quietly("accumulate", batch_size)
         with self.quiet():

@@ -39,6 +39,7 @@ from shoal.optim.strand_states import Carrier, Carriers, StrandStates
 from shoal.p2p.identity import PeerID
 from shoal.sharding.element_wise import is_element_wise
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import Snapshot
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, Reserve
@@ -168,14 +169,16 @@ class StrandReplica(Replica):
             with self.drift.quiet():
                 super().publish()
 
-    def step(self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool) -> None:
+    def step(
+        self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool, loss: Loss | None = None
+    ) -> None:
         """See `Replica`."""
         assert self.gradients is not None
         if not self.strands.rank:
             factor = self.gradients.measure()
-            self.crew.tell("step", tip, options, factor)
+            self.crew.tell("step", tip, options, factor, loss)
             self.gradients.scale_by(factor)
-        super().step(as_grad, tip, options, with_state=with_state)
+        super().step(as_grad, tip, options, with_state=with_state, loss=loss)
 
     @property
     def described(self) -> list[Tensor]:

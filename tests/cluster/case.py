@@ -341,9 +341,68 @@ def hooks() -> Any:
     return [whole, called[:4], found, optimizer.local_epoch]
 
 
+class ByLoss(torch.optim.Optimizer):
+    """Its step size is the loss."""
+
+    element_wise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=-0.1 * float(loss))
+        return loss
+
+
+class Twice(ByLoss):
+    """Evaluates the loss again where a step leads."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+def closures() -> Any:
+    """The loss is the mean over all ranks' samples, which are 2 here and 6 there."""
+    alone, parts = layers(), [torch.full((2 + 4 * rank, 8), 0.5 + rank) for rank in range(SIZE)]
+
+    def closure_of(model: nn.Module, module: Any, inputs: Tensor, weight: float = 1.0) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            model.zero_grad()
+            loss = module(inputs).square().mean()
+            (loss * weight).backward()  # DistributedDataParallel takes the mean of ranks, whatever their samples
+            return loss.detach()
+
+        return closure
+
+    model = layers()
+    optimizer = made(model, optimizer=ByLoss)
+    mine = closure_of(model, DistributedDataParallel(model), parts[RANK], SIZE * len(parts[RANK]) / 8)
+    stepper = ByLoss(alone.parameters())
+    for _ in range(3):
+        optimizer.step(mine, batch_size=len(parts[RANK]))
+        stepper.step(closure_of(alone, alone, torch.cat(parts)))
+    pairs = zip(values(model), values(alone), strict=True)
+    alike = all(torch.allclose(torch.tensor(own), torch.tensor(theirs), atol=1e-6) for own, theirs in pairs)
+    epoch, found = optimizer.local_epoch, []
+    optimizer.shutdown()
+    for given in ({}, {"outer": shoal.DiLoCo()}):
+        model = layers()
+        before = values(model)
+        optimizer = made(model, optimizer=Twice, **given)
+        found += [error_of(optimizer.step, closure_of(model, DistributedDataParallel(model), parts[RANK]))]
+        found += [str(values(model) == before)]
+        optimizer.shutdown()
+    return [epoch, alike, *found]
+
+
 CASES = [
     two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
-    unlike, late, ended, hooks, no_memory, groups_are_set,
+    unlike, late, ended, hooks, no_memory, groups_are_set, closures,
 ]  # fmt: skip
 
 

@@ -61,6 +61,15 @@ def test_groups_that_are_set_count_and_other_parameters_are_refused(tmp_path: Pa
         assert found[-1] == 4
 
 
+@pytest.mark.parametrize("strands", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_closures_have_the_loss_of_all_ranks_or_are_refused_at_all(tmp_path: Path, strands: int) -> None:
+    for rank, (epoch, alike, again, as_before, early, unmoved) in enumerate(found_by("closures", 2, tmp_path, strands)):
+        assert (epoch, alike, as_before, unmoved) == (3, True, "True", "True")
+        assert "Twice calls its closure a second time" in again
+        assert again.startswith("ClusterError" if rank else "ClosureCalledAgain")
+        assert "step(closure) with cluster=: Twice would call the closure in its own step" in early
+
+
 def test_finish_applies_the_last_step_everywhere(tmp_path: Path) -> None:
     first, second = found_by("finished", 2, tmp_path)
     assert first == second

@@ -13,6 +13,7 @@ import torch
 
 import shoal
 from shoal.compression import Float16Compression, Uniform8BitQuantization
+from tests.optim.closing import Reads
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.soaked import only_in_soak
 
@@ -28,11 +29,12 @@ MODES: dict[str, dict[str, Any]] = {
     "local updates": {"use_local_updates": True, "average_opt_statistics": ["exp_avg"], "scheduler": None},
     "half": {"grad_compression": Float16Compression()},
     "8 bit": {"grad_compression": Uniform8BitQuantization(), "error_feedback": 1.0},
+    "closures": {"optimizer": Reads, "scheduler": None},
     "outer": {"outer": shoal.DiLoCo(), "scheduler": None},
     "outer late": {"outer": shoal.DiLoCo(overlap="free"), "scheduler": None},
     "outer in parts": {"outer": shoal.DiLoCo(fragments=2), "scheduler": None},
 }
-SHOWN = ("at once", "delayed", "local updates", "8 bit", "outer in parts")  # the others in make soak
+SHOWN = ("at once", "delayed", "closures", "local updates", "8 bit", "outer in parts")  # the others in make soak
 
 
 class Peer:
@@ -60,8 +62,11 @@ class Peer:
         ]
 
     def step(self, number: int, size: int) -> None:
-        inputs, outputs = fixed_batch(number)
-        backward(self.model, inputs[:size], outputs[:size], clear=not self.optimizer.reuse_grad_buffers)
+        inputs, outputs = (each[:size] for each in fixed_batch(number))
+        if isinstance(self.optimizer.optimizer, Reads):
+            self.optimizer.step(lambda: backward(self.model, inputs, outputs), batch_size=size)
+            return
+        backward(self.model, inputs, outputs, clear=not self.optimizer.reuse_grad_buffers)
         self.optimizer.step(batch_size=size)
 
     def state(self) -> dict[str, Any]:

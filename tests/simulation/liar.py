@@ -17,6 +17,7 @@ import msgspec
 from shoal.p2p.errors import P2PError, Refused, Unavailable
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.statements import S
 from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Member, Role
@@ -74,6 +75,11 @@ class Lies:
     def empty_begin(self) -> msg.Begin:
         """Attack 2: what the plan of that round is said to have been."""
         return self._signed(self._begin(()))
+
+    def with_loss(self, message: S) -> S:
+        """A JOIN or a BEGIN with a loss, where nobody has given one."""
+        worst = msgspec.structs.replace(message, loss=Loss(self.rng.choice([1e300, -1e300, 0.0]), LossKind.NUMBER))
+        return self._signed(worst) if isinstance(worst, msg.Begin) else worst
 
     def _begin(self, members: Sequence[Member]) -> msg.Begin:
         count = len(members)
@@ -201,6 +207,7 @@ class Liar:
                 "unjoin": lambda: self._tell(msg.Unjoin()),
                 "poisoned": lambda: self._tell(self._lies.poisoned()),
                 "done": lambda: None,
+                "loss": lambda: None,
             }
         self._notify, self._call = self._node.notify, self._node.call_for_buffers
         self._node.call_for_buffers = self._asked  # type: ignore[method-assign]
@@ -273,10 +280,14 @@ class Liar:
                 message = msgspec.structs.replace(message, root=self._rng.randbytes(32))
             if self._rng.random() < 0.3 and (begin := self._swarm.peer.participant.begin) is not None:
                 self._notify(peers, service, self._lies.complaint(begin))
+        if "loss" in self._now and isinstance(message, msg.Begin):
+            message = self._lies.with_loss(message)
         self._notify(peers, service, message, buffers, name)
 
     async def _asked(self, peer: PeerID, service: Any, message: Any, *arguments: Any, **named: Any) -> Any:
         """As `Node.call_for_buffers`, which it stands in for."""
+        if "loss" in self._now and isinstance(message, msg.Join):
+            message = self._lies.with_loss(message)
         is_join = isinstance(message, msg.Join) and "joins at times" in self._now
         if is_join and message.tip.epoch % 2 and peer != self._node.peer_id:
             await asyncio.sleep(LONGEST_TURN)

@@ -16,6 +16,7 @@ from shoal.swarm.protocol.answers import repaired
 from shoal.swarm.protocol.book import RuleBroken, root_of
 from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
     Abort,
@@ -120,6 +121,15 @@ def test_weights_stay_with_their_members_and_the_ballot_is_higher_than_all_that_
     begin = the(join(coordinator, 2, weight=0.0), Begin)
     assert begin.weights == (10.0, 0.0, 30.0)
     assert begin.ballot == Ballot(7, key(1))
+
+
+def test_begin_has_the_mean_loss_of_the_joins_or_none() -> None:
+    for last, mean in ((Loss(8.0, LossKind.FLOAT32), Loss(7.0, LossKind.FLOAT32)), (None, None)):
+        coordinator = gathering(1, 2, 3)
+        for number, weight, loss in ((1, 1.0, Loss(4.0, LossKind.FLOAT32)), (2, 3.0, last), (3, 0.0, None)):
+            message = replace_struct(join_of(member(number), weight=weight), loss=loss)
+            actions = coordinator.join(key(number), message, b"", 0.0)
+        assert the(actions, Begin).loss == mean
 
 
 @pytest.mark.parametrize(

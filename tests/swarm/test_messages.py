@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.p2p.multiaddr import MAX_LENGTH
 from shoal.p2p.node import Envelope
+from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import (
     MAX_CHUNK_ELEMENTS,
     MAX_CHUNKS,
@@ -68,6 +69,7 @@ GOOD: list[msgspec.Struct] = [
     Progress(TIP, 8.0, 1.5),
     Call(TIP),
     join_of(member(1)),
+    msgspec.structs.replace(join_of(member(1)), loss=Loss(-0.25, LossKind.BFLOAT16)),
     Joined(TIP),
     Elsewhere(member(2)),
     Elsewhere(member(2), BEGIN),
@@ -126,6 +128,10 @@ BAD_TIPS = [Tip(-1, bytes(32), 0.0), Tip(1 << 53, bytes(32), 0.0), Tip(0, b"", 0
 TOO_MANY = tuple(Member(n.to_bytes(32, "big"), (), Role.CLIENT) for n in range(MAX_MEMBERS + 1))
 TOO_MANY_KEYS = tuple(m.key for m in TOO_MANY)
 LONG = "x" * 257
+BAD_LOSSES: list[Any] = [
+    1.0, (), (1.0,), (math.nan, 2), (math.inf, 4), (-math.inf, 4), (2e300, 4), (-2e300, 4), ("1", 2), (1.0, 5),
+    (1.0, -1), (1.0, None), (65536.0, 0), (3.5e38, 1), (-3.5e38, 2),
+]  # fmt: skip
 
 
 def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
@@ -147,6 +153,8 @@ def of(kind: type[msgspec.Struct], field: str, *values: Any) -> list[Any]:
         *of(Join, "machine", LONG, b"\xff"),
         *of(Join, "state", bytes(33), "x"),
         *of(Join, "options", bytes(1025), "x"),
+        *of(Join, "loss", *BAD_LOSSES),
+        *of(Begin, "loss", *BAD_LOSSES),
         *of(Begin, "options", bytes(1025), "x"),
         *of(Begin, "timeout", 0.0, -1.0, math.nan, math.inf, 86401.0, None),
         *of(Join, "view", bytes(33)),

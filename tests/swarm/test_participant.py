@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from shoal.p2p.errors import Outrun
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution
+from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import Begin, Commit, Doubt, Elsewhere, Have, Repair, Source, Survey
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.silence import Silence
@@ -116,6 +118,26 @@ def test_a_begin_that_must_not_be_followed(
     with pytest.raises(RuleBroken, match=reason):
         follow(participant, msgspec.structs.replace(BEGIN, **changes), key(sender), **how)
     assert traces(participant) == before, "what was refused has left a trace"
+
+
+def test_a_begin_with_a_loss_is_followed_only_if_this_peer_has_given_one() -> None:
+    loss = Loss(1.0, LossKind.FLOAT32)
+    with_loss = msgspec.structs.replace(BEGIN, loss=loss)
+    for own, weight, follows in ((None, 1.0, False), (None, 0.0, True), (loss, 1.0, True)):
+        participant = participant_at(TIP)
+        assert participant.input is not None
+        participant.input = replace(participant.input, tip=TIP, weight=weight, loss=own)
+        begin = msgspec.structs.replace(with_loss, weights=(1.0, weight, 1.0))
+        if follows:
+            follow(participant, begin)
+            assert participant.begin is begin
+        else:
+            with pytest.raises(RuleBroken, match="BEGIN has a loss, and this peer has joined without one"):
+                follow(participant, begin)
+    participant = participant_at(TIP)
+    assert participant.input is not None
+    participant.input = replace(participant.input, tip=TIP, loss=loss)
+    follow(participant, BEGIN)  # another peer gave none
 
 
 def test_a_begin_that_is_only_late_says_so() -> None:

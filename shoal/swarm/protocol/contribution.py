@@ -12,6 +12,7 @@ import msgspec
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.swarm.protocol.book import Book
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.messages import MAX_GATHER_BYTES, Begin, Commit, Part, Repair, Result, Source
 from shoal.swarm.protocol.tip import Tip
 
@@ -92,6 +93,7 @@ class Contribution:
         machine: a text that is equal on machines where a local step gives the same bits.
         state: the digest of the local state, or b"".
         options: the options with which this peer would make the optimizer step that follows, encoded, or b"".
+        loss: the mean loss of this peer's samples, or None.
     """
 
     weight: float
@@ -104,6 +106,7 @@ class Contribution:
     machine: str = ""
     state: bytes = b""
     options: bytes = b""
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.loss import mean_of
 from shoal.swarm.protocol.pace import Pace
 from shoal.swarm.protocol.patience import Patience
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide, who_reduce
@@ -552,6 +553,7 @@ class Coordinator:
             with_state=with_state,
             timeout=self.rules.round_timeout,
             options=self.rules.options(joins),
+            loss=mean_of((join.loss, join.weight) for join in joins),
         )
         self.begin = self.signer.sign(begin)
         self.phase, self.deadline, self.got_on_at = Phase.RUNNING, now + self.rules.round_timeout, now

@@ -39,12 +39,13 @@ from typing import Annotated
 import msgspec
 
 from shoal.p2p.release import Release, how_to_match
+from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "4"  # a term: peers with different messages are no members to each other, and the log says so
+PROTOCOL = "5"  # a term: peers with different messages are no members to each other, and the log says so
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -214,7 +215,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
         tip: the state that the sender is at.
         sender, terms: as in Hello.
         weight: the weight of the sender's input.
-        machine, state, options: see `Contribution`.
+        machine, state, options, loss: see `Contribution`.
         attempt: the highest attempt that the sender has followed at this tip.
         patience: how many seconds the sender wants to wait for others.
         view: the fingerprint of the members that the sender knows; b"" if it has just exchanged them with the receiver.
@@ -232,6 +233,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     view: MaybeDigest
     options: StepOptions = b""
     rates: Rates = Rates()
+    loss: Loss | None = None
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
@@ -264,6 +266,8 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
         timeout: the round ends without a result after this many seconds without progress. It is the coordinator's
             time-out, and holds for all members.
         options: the options with which all members make the optimizer step that follows.
+        loss: the mean of the members' losses, weighted by their samples; None if one with samples has given none. That
+            step gets it from its closure.
         seal: the coordinator's signature.
     """
 
@@ -278,6 +282,7 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
     with_state: bool
     timeout: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     options: StepOptions = b""
+    loss: Loss | None = None
     seal: Seal = UNSIGNED
 
     @cached_property

@@ -292,6 +292,7 @@ class Participant:
             news,
             given.options,
             self.rates,
+            given.loss,
         )
         self.state, self.joined = State.JOINED, coordinator.key
         self.asked[coordinator.key] = None
@@ -369,6 +370,8 @@ class Participant:
         require(counted == given.weight, f"BEGIN counts {counted:g} samples of this peer, which brings others")
         is_it = (begin.machines[number], begin.states[number]) == (given.machine, given.state)
         require(is_it, "BEGIN has another machine or state of this peer than it has joined with")
+        is_mean = begin.loss is None or given.loss is not None or not given.weight
+        require(is_mean, "BEGIN has a loss, and this peer has joined without one")
 
     def is_begun(self, begin: msg.Begin, sender: bytes) -> bool:
         """Whether the BEGIN comes from its coordinator, which has begun no other round under the same ballot, as far as
