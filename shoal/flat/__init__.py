@@ -32,6 +32,7 @@ from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.shown import OwnGroups, Shown, ShowsGroups
 from shoal.flat.span import Span
 from shoal.flat.state_dict_hooks import after_loading, after_saving, before_loading, before_saving, without_hooks
+from shoal.flat.together import Together, members_of, names_of_members
 from shoal.flat.watch import MemoryWatch, Watch
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "ShowsGroups",
     "Span",
     "TensorEntry",
+    "Together",
     "Watch",
     "after_loading",
     "after_saving",
@@ -60,6 +62,8 @@ __all__ = [
     "is_finite",
     "is_per_tensor",
     "living_modules",
+    "members_of",
+    "names_of_members",
     "needs_sparse_gradients",
     "neutral",
     "neutral_modes",

@@ -39,7 +39,7 @@ from shoal.interrupts import users_handlers
 from shoal.optim.contents import Contents, Others, in_flat_memory, options_for
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
-from shoal.optim.host_copy import HostCopy
+from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
 from shoal.optim.placement import Placement
@@ -1030,7 +1030,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def names_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[str]:
     """The names that users gave to these parameters of an optimizer; [] if they gave none."""
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    names = names_in(optimizer.param_groups)
     chosen = set(map(id, parameters))
     pairs = zip(names, parameters_of(optimizer), strict=False)
     return [name for name, parameter in pairs if id(parameter) in chosen]
