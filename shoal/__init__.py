@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
     from shoal.flat.contiguous import ContiguousParams as ContiguousParams
+    from shoal.flat.together import Together as Together
     from shoal.functional.qhm_optimizer import QHM as QHM
     from shoal.functional.registry import functional_optim_map as functional_optim_map
     from shoal.functional.registry import register_functional_optimizer as register_functional_optimizer
@@ -77,6 +78,7 @@ _HOMES = {
     "QHM": "shoal.functional.qhm_optimizer",
     "RoundReport": "shoal.averaging.control",
     "StepControl": "shoal.averaging.control",
+    "Together": "shoal.flat.together",
     "TrainingStateAverager": "shoal.optim.state_averager",
     "ValueWithExpiration": "shoal.dht.records",
     "ZeroRedundancyOptimizer": "shoal.sharding.zero",

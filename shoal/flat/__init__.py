@@ -39,6 +39,7 @@ from shoal.flat.state_dict_hooks import (
     own_saving_hooks,
     without_hooks,
 )
+from shoal.flat.together import Together, members_of, names_of_members
 from shoal.flat.watch import MemoryWatch, Watch
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "ShowsGroups",
     "Span",
     "TensorEntry",
+    "Together",
     "Watch",
     "after_loading",
     "after_saving",
@@ -67,6 +69,8 @@ __all__ = [
     "is_finite",
     "is_per_tensor",
     "living_modules",
+    "members_of",
+    "names_of_members",
     "needs_sparse_gradients",
     "neutral",
     "neutral_modes",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.flat._torch import foreach_zero_, grad_of, make_subclass, set_grad_slot, version_of
-from shoal.flat.elementwise import check_class
+from shoal.flat.elementwise import refuse_class
 from shoal.flat.flat_gradient import FlatGradient
 from shoal.flat.gradient_views import GradientViews, is_large, set_grads
 from shoal.flat.memory_views import own_storage
@@ -291,7 +291,7 @@ class FlatParameter(nn.Parameter):
                 made, and would refuse 1 without giving this reason. Other optimizers are refused at their first step.)
         """
         if isinstance(asking := sys._getframe(1).f_locals.get("self"), Optimizer):
-            check_class(type(asking))  # type: ignore[arg-type]
+            refuse_class(type(asking))  # type: ignore[arg-type]
         return 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from shoal.flat.flat_parameter import FlatParameter, Presence
+from shoal.flat.together import members_of
 
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 _SWITCHES: Final = frozenset({"nesterov", "maximize", "amsgrad"})
@@ -22,12 +23,13 @@ def pick_kernels(optimizer: Optimizer) -> None:
     On flat memory it is the fastest: one pass that keeps nothing. Call this before every step, when the gradients are
     there.
     """
-    for group in optimizer.param_groups:
-        pick_kernel(optimizer, group)
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
-            unpick(optimizer, group)
-    if isinstance(optimizer, SGD):
-        unpick_kernel(optimizer)
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            pick_kernel(member, group)
+            if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in group["params"]):
+                unpick(member, group)
+        if isinstance(member, SGD):
+            unpick_kernel(member)
 
 
 def pick_kernel(optimizer: Optimizer, group: dict[str, Any]) -> None:

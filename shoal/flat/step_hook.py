@@ -18,12 +18,13 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.flat._torch import compiler_is_near
-from shoal.flat.elementwise import PER_ELEMENT, check_class
+from shoal.flat.elementwise import PER_ELEMENT, check_optimizer
 from shoal.flat.flat_parameter import FlatParameter, Presence
 from shoal.flat.kernels import pick_kernel, unpick_kernel
 from shoal.flat.modes import neutral_modes
 from shoal.flat.optimizer_state import use_parts
 from shoal.flat.stand_in import can_stand_in, fill, stand_in
+from shoal.flat.together import Together
 
 _parts_of = attrgetter("parts")
 
@@ -57,6 +58,8 @@ def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if type(optimizer) is Together:
+        return None  # the step of each member comes here, too
     if is_dynamo_compiling():
         return _uncompiled["prepare"](optimizer, args, kwargs, compiled=True)
     for group in optimizer.param_groups:
@@ -68,7 +71,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
-    check_class(type(optimizer))  # type: ignore[arg-type]
+    check_optimizer(optimizer)
     flats = flat_parameters(optimizer)
     for flat in flats:
         flat.check_address()

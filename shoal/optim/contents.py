@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.flat import members_of
 from shoal.optim import tree
 from shoal.optim.own_form import own_form, tensors_in, unsaved_options
 from shoal.optim.plain import is_plain, plain, restored
@@ -212,15 +213,19 @@ def options_for(
     Raises:
         ValueError: with the name of an option that this peer's groups can't have.
     """
-    are_torchs = type(optimizer).__module__.startswith("torch.optim")
+    are_torchs = [
+        type(member).__module__.startswith("torch.optim")
+        for member in members_of(optimizer)
+        for _ in member.param_groups
+    ]
 
-    def as_mine(value: Any, own: Any, name: str) -> Any:
+    def as_mine(value: Any, own: Any, name: str, are_torchs: bool) -> Any:
         takes_number = isinstance(own, Tensor) or (are_torchs and own is not None)
         if isinstance(value, Tensor):
             return restored(plain(value), own, name) if takes_number and value.numel() == 1 else value
         return restored(value, own, name) if is_plain(value) and not isinstance(value, tuple) else value
 
     return [
-        {name: as_mine(value, own.get(name), name) for name, value in options.items()}
-        for own, options in zip(mine, given, strict=True)
+        {name: as_mine(value, own.get(name), name, is_torchs) for name, value in options.items()}
+        for own, options, is_torchs in zip(mine, given, are_torchs, strict=True)
     ]

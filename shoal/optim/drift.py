@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, MemoryWatch, holders_of, is_finite, pick_kernels
+from shoal.flat import FlatBuffer, Layout, MemoryWatch, holders_of, is_finite, members_of, pick_kernels
 from shoal.optim._torch import mark_as_stepped
 from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.closures import Closure
@@ -107,7 +107,7 @@ class Drift:
     ) -> None:
         self.choice, self.inner, self._model, self._anchors = choice, inner, list(model), list(anchors)
         self.schedule = None if scheduler is None else InnerSchedule(scheduler)
-        self.is_exact = isinstance(outer, ExactSGD)
+        self.is_exact = all(isinstance(member, ExactSGD) for member in members_of(outer))
         if turns is None:
             turns = [[numbers] for numbers in fragments_of(choice.fragments, self._model)]
         self.fragments = [list(numbers) for turn in turns for numbers in turn]
@@ -450,8 +450,9 @@ class _Block:
 
 
 def _has_finite_values(state: Any) -> bool:
-    """Whether an optimizer's state of one parameter has no NaN or infinity."""
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    """Whether an entry of an optimizer's state, of a parameter or of none, has no NaN or infinity."""
+    values = state.values() if isinstance(state, Mapping) else [state]
+    tensors = [value for value in values if isinstance(value, Tensor)]
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 

@@ -16,7 +16,7 @@ from shoal.averaging.exchange import Exchange, Vector, encoded_bytes, exchange_o
 from shoal.averaging.options import described, term_of
 from shoal.compression import TensorRole, plan_codecs
 from shoal.dht.dht import DHT
-from shoal.flat import Layout
+from shoal.flat import Layout, names_of_members
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.drift import Drift
@@ -57,13 +57,11 @@ Gradients = EpochGradients | OwnRounds | Drift
 """What peers average: gradients in the round of the run, gradients in rounds of their own, or drift instead."""
 
 
-def make_gradients(
-    settings: Settings, replica: Replica, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, dht: DHT
-) -> Gradients | None:
+def make_gradients(settings: Settings, replica: Replica, inner: Stepped, dht: DHT) -> Gradients | None:
     """Make the object that accumulates and averages the gradients of the trained parameters; None with local updates.
 
     Args:
-        optimizer, scheduler: the wrapped ones. With an outer optimizer, they make the inner steps.
+        inner: the wrapped optimizer and scheduler. With an outer optimizer, they make the inner steps.
 
     Raises:
         ValueError: as `AveragerGradients`, for what the factory makes.
@@ -71,16 +69,16 @@ def make_gradients(
     if settings.use_local_updates:
         return None
     if isinstance(replica, StrandReplica):
-        return strands_of(settings, replica, Stepped(optimizer, scheduler), dht)
+        return strands_of(settings, replica, Stepped(inner.optimizer, inner.scheduler), dht)
     if settings.outer is not None:
         trained = replica.trained, replica.stepped
         codec, feedback = settings.grad_compression, settings.error_feedback
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        on_host = [] if all(a is b for a, b in zip(stepped, replica.trained, strict=True)) else stepped
+        copies = {} if inner.host is None else inner.host.stepped()
+        on_host = [copies[parameter] for parameter in replica.trained if parameter in copies]
         return Drift(
             settings.outer,
-            optimizer,
-            scheduler,
+            inner.optimizer,
+            inner.scheduler,
             *trained,
             replica.optimizer,
             codec,
@@ -125,7 +123,7 @@ def make_run(
     state = Layout.of(replica.described) if has_strands else replica.shared.layout
     schemas = [state.schema_hash, Layout.of(extras).schema_hash]
     agreed = settings.agreed() | {
-        "optimizer": type(wrapped).__name__,
+        "optimizer": term_of(names_of_members(wrapped)),
         "scheduler": type(scheduler).__name__,
         "param_groups": term_of(structure(replica.described_groups)),
         "strands": "1",
@@ -145,7 +143,7 @@ def make_run(
         # Terms are compared in the order of their names. A peer with another number of strands should hear that first.
         agreed |= {"strands": str(gradients.count), "strands' machine": name_of_machine(gradients, optimizer)}
         if isinstance(gradients, StrandDrift):
-            agreed["outer optimizer"] = type(optimizer).__name__
+            agreed["outer optimizer"] = names_of_members(optimizer)
             schemas.append(gradients.schema)
     elif isinstance(gradients, Drift):
         usual = list(gradients.vectors)
@@ -153,7 +151,7 @@ def make_run(
         schemas += [vector.layout.schema_hash for vector in gradients.vectors]
         schemas.append(repr(gradients.fragments).encode())
         in_turn = tuple(vector.sizes for vector in gradients.vectors)
-        agreed["outer optimizer"] = type(optimizer).__name__
+        agreed["outer optimizer"] = names_of_members(optimizer)
     elif isinstance(gradients, EpochGradients):
         usual = [gradients]
         layouts.append(gradients.layout)

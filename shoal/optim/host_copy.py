@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.flat import FlatBuffer, MemoryWatch
+from shoal.flat import FlatBuffer, MemoryWatch, names_of_members
+from shoal.optim.trainable import SHOWN
 
 
 class HostCopy:
@@ -32,9 +33,9 @@ class HostCopy:
         memory: the flat memory in which the parameters are, if they are in one.
 
     Attributes:
-        groups: the same parameter groups with the copies as parameters, from which the optimizer is made.
-        given: the model's parameters, in order.
-        model: those that are copied.
+        params: `params` with the copies in place of the parameters, from which the optimizer is made.
+        given: the model's parameters, in the order in which `params` has them, from `adopt` on in the optimizer's.
+        model: those that are copied, in the same order.
         pinned: whether the copies should be in pinned memory, because some of the model's parameters are on a GPU.
         aside: while a step in the background uses the options in the optimizer's groups: other options, which users
             read and write. Else None.
@@ -54,11 +55,13 @@ class HostCopy:
         memory: FlatBuffer | None = None,
     ) -> None:
         given, self._precise, self._in_background, self._frozen = list(params), precise, in_background, frozen
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.given: list[Tensor] = []
         self.model: list[Tensor] = []
         self._own: list[Tensor] = []  # what the optimizer gets
-        self.groups = [{**group, "params": self._hosts(group["params"])} for group in groups]
+        has_groups = bool(given) and isinstance(given[0], dict)
+        self.params = (
+            [{**group, "params": self._hosts(group["params"])} for group in given] if has_groups else self._hosts(given)
+        )
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self._memory = memory
         self._watch = MemoryWatch()
@@ -86,12 +89,24 @@ class HostCopy:
         return copy
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the optimizer has the parameters of `groups` in their order, see `check_order`. Then move the
-        model's parameters into flat memory, if they are in none. Raises ValueError as `FlatBuffer.adopt`."""
+        """Check that the optimizer has all parameters of `params`, in any order, which becomes the order of the copy.
+        Then move the model's parameters into flat memory, if they are not in one of that order.
+
+        Raises:
+            ValueError: as `check_all`, and as `FlatBuffer.adopt`.
+        """
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        check_order(optimizer, own, self._own)
-        self._memory = self._memory or FlatBuffer.adopt(self.model)
+        check_all(optimizer, named(self.params))
+        model = [parameter for parameter, copy in self._in_order(own) if copy is not parameter]
+        if self._memory is None or list(map(id, model)) != list(map(id, self.model)):
+            self._memory = FlatBuffer.adopt(model)
+        self.given, self._own, self.model = [parameter for parameter, _ in self._in_order(own)], own, model
         self._watch = MemoryWatch(sparse=not self._is_elsewhere)  # on the host, only a warning depends on it
+
+    def _in_order(self, own: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The model's parameters, each with what the optimizer gets for it, in the order of the latter."""
+        given = {id(copy): parameter for parameter, copy in zip(self.given, self._own, strict=True)}
+        return [(given[id(copy)], copy) for copy in own]
 
     @property
     def memory(self) -> FlatBuffer:
@@ -173,15 +188,25 @@ def listed(params: Iterable[Any]) -> list[Any]:
     return [{**g, "params": [p] if isinstance(p := g["params"], Tensor) else list(p)} for g in given]
 
 
+def named(params: list[Any]) -> list[tuple[str, Any]]:
+    """The parameters, each with its name, or "" if it has none. `params` is from `listed`."""
+    items = [item for group in params for item in (group["params"] if isinstance(group, dict) else [group])]
+    return [item if isinstance(item, tuple) else ("", item) for item in items]
+
+
+def names_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of all parameters of an optimizer's groups, in order; [] unless every group has names."""
+    found = [group.get("param_names") for group in groups if len(group["params"])]
+    return [name for names in found if names is not None for name in names] if None not in found else []
+
+
 def is_on_host(params: list[Any]) -> bool:
     """Whether all parameters are on the host. `params` is from `listed`."""
-    items = [item for group in params for item in (group["params"] if isinstance(group, dict) else [group])]
-    tensors = [item[1] if isinstance(item, tuple) else item for item in items]
-    return all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
+    return all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for _, tensor in named(params))
 
 
 def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Check that an optimizer, which a function has made, has the parameters that the function was given.
+    """Check that an optimizer, which a function has made, has the parameters that the function was given, in order.
 
     Args:
         optimizer: the optimizer.
@@ -195,4 +220,45 @@ def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: 
         raise ValueError(
             f"the function made a {type(optimizer).__name__} that does not have all parameters, or has them in "
             "another order than they were given: divide them into groups before, in params="
+        )
+
+
+def check_all(optimizer: torch.optim.Optimizer, given: Sequence[tuple[str, Tensor]]) -> None:
+    """Check that an optimizer, which a function has made, has exactly the parameters that the function was given, in
+    any order.
+
+    Args:
+        optimizer: the optimizer.
+        given: the parameters that the function was given, from `named`.
+
+    Raises:
+        ValueError: if some are missing, with their names; or if there are others.
+    """
+    check_none_missing(optimizer, given)
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(map(id, own)) != sorted(id(parameter) for _, parameter in given):
+        raise ValueError(
+            f"the function made a {names_of_members(optimizer)} over other parameters than it was given: make it over "
+            "those of its argument, each once"
+        )
+
+
+def check_none_missing(optimizer: torch.optim.Optimizer, given: Sequence[tuple[str, Tensor]]) -> None:
+    """Check that an optimizer, which a function has made, has all of these parameters. For the arguments, see
+    `check_all`.
+
+    Raises:
+        ValueError: if some are missing, with their names.
+    """
+    found = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [
+        repr(name) if name else f"one of shape {tuple(parameter.shape)}"
+        for name, parameter in given
+        if id(parameter) not in found
+    ]
+    if missing:
+        more = [f"{len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
+        raise ValueError(
+            f"the function made a {names_of_members(optimizer)} that does not have all parameters of params=: it "
+            f"leaves out {', '.join([*missing[:SHOWN], *more])}: give each to an optimizer, or leave it out of params="
         )

@@ -397,7 +397,7 @@ class Optimizer(ShowsGroups):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = make_gradients(settings, replica, wrapped, self.scheduler, dht)
+        self._gradients = make_gradients(settings, replica, inner, dht)
         self._run = run = make_run(settings, dht, replica, self._gradients, wrapped, self.scheduler)
         self.tracker = RunProgress(
             run, settings.target, refresh, alpha=settings.performance_ema_alpha, may_wait=not settings.in_background

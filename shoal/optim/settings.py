@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.averaging.options import term_of
 from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
+from shoal.flat import Together
 from shoal.optim.closures import needs_closure
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.host_copy import HostCopy, is_on_host, listed
+from shoal.optim.host_copy import HostCopy, check_none_missing, is_on_host, listed, named, names_in
 from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.sharding.cut import cut_already
@@ -392,16 +393,16 @@ def make_trained(
             `scheduler` is not a scheduler of this optimizer. The parameters are where they were then.
     """
     host: HostCopy | None = None
-    if on_host:
-        if isinstance(optimizer, torch.optim.Optimizer) or params is None:
-            raise ValueError(
-                "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
-                "and params="
-            )
-        params = listed(params)
-        if in_background or not is_on_host(params):
+    if on_host and (isinstance(optimizer, torch.optim.Optimizer) or params is None):
+        raise ValueError(
+            "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
+            "and params="
+        )
+    if params is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        params = listed(params)  # the function may look at them more than once
+        if on_host and (in_background or not is_on_host(params)):
             host = HostCopy(params, in_background=in_background, frozen=frozen)
-    made = _make_optimizer(optimizer, params if host is None else host.groups, in_cluster)
+    made = _make_optimizer(optimizer, params if host is None else host.params, in_cluster)
     if needs_closure(type(made)) and not calls_closure:
         raise ValueError(
             f"optimizer= is a {type(made).__name__}, whose step evaluates the loss again and again (its closure), "
@@ -410,7 +411,7 @@ def make_trained(
             "closure itself"
         )
     own = [parameter for group in made.param_groups for parameter in group["params"]]
-    names = [name for group in made.param_groups for name in group.get("param_names", ())]
+    names = names_in(made.param_groups)
     model = own if host is None else host.given
     check_real(model, names=names)
     check_writable(model, names=names)
@@ -464,7 +465,7 @@ def make_outer(
 
 
 def _make_outer(outer: DiLoCo, anchor: HostCopy) -> torch.optim.Optimizer:
-    made = outer.optimizer(anchor.groups)
+    made = outer.optimizer(anchor.params)
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"DiLoCo(optimizer=…) made {type(made).__name__}, which is not a torch.optim.Optimizer")
     check_dense(made, "DiLoCo(optimizer=…)")
@@ -484,6 +485,8 @@ def _make_optimizer(optimizer: AnyOptimizer, params: Params | None, in_cluster: 
     else:
         with cut_already() if in_cluster else contextlib.nullcontext():
             made = optimizer(params)
+        if isinstance(made, Together):  # any other class may be over a part of the model on purpose
+            check_none_missing(made, [one for one in named(listed(params)) if one[1].requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
     return made

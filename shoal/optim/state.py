@@ -42,7 +42,7 @@ from shoal.optim.closures import Closure, step_with_loss
 from shoal.optim.contents import FORM, Contents, Others, device_of, in_flat_memory, options_for, place, place_of
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
-from shoal.optim.host_copy import HostCopy
+from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
@@ -1122,7 +1122,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def names_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[str]:
     """The names that users gave to these parameters of an optimizer; [] if they gave none."""
-    names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    names = names_in(optimizer.param_groups)
     chosen = set(map(id, parameters))
     pairs = zip(names, parameters_of(optimizer), strict=False)
     return [name for name, parameter in pairs if id(parameter) in chosen]

@@ -16,7 +16,7 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.flat import Places, needs_sparse_gradients, neutral, users_modes
+from shoal.flat import Places, members_of, needs_sparse_gradients, neutral, users_modes
 from shoal.interrupts import finished, holding, result_of, users_handlers
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.accumulator import in_grad
@@ -543,12 +543,14 @@ class StateUpdate:
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer create its statistics, by a step with gradients of zero. Afterwards, parameters and step
     counts are what they were."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    members = [(m, p) for m in members_of(optimizer) for group in m.param_groups for p in group["params"]]
+    parameters = [parameter for _, parameter in members]
     values = [parameter.detach().clone() for parameter in parameters]
     step: Callable[[], Any] = optimizer.step
-    zeros = [torch.zeros_like(parameter) for parameter in parameters]
-    if needs_sparse_gradients(type(optimizer)):
-        zeros = [zero.to_sparse(1) for zero in zeros]
+    zeros = [
+        zero.to_sparse(1) if needs_sparse_gradients(type(member)) else zero
+        for (member, _), zero in zip(members, map(torch.zeros_like, parameters), strict=True)
+    ]
     with in_grad(parameters, zeros):
         step()
     with torch.no_grad():

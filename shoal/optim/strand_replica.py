@@ -16,7 +16,16 @@ from shoal.averaging.options import term_of
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import shared_by_all
 from shoal.dht.dht import DHT
-from shoal.flat import Layout, Places, after_loading, after_saving, before_loading, before_saving
+from shoal.flat import (
+    Layout,
+    Places,
+    Together,
+    after_loading,
+    after_saving,
+    before_loading,
+    before_saving,
+    names_of_members,
+)
 from shoal.interrupts import result_of
 from shoal.optim.crew import Crew
 from shoal.optim.drift import Drift
@@ -112,6 +121,11 @@ class StrandReplica(Replica):
         extras = sum(tensor.element_size() * tensor.numel() for tensor in extra_tensors)
         at_most = settings.max_state_bytes or TENSORS_OF_OPTIMIZER * size + extras + MANIFEST_BYTES
         self.states = StrandStates(dht, settings.run_id, len(strands.carriers), at_most)
+        if isinstance(stepped.optimizer, Together):
+            raise ValueError(
+                f"strands step pieces of parameters, and the optimizer is a {names_of_members(stepped.optimizer)}, "
+                "which steps whole ones: give shoal.Cluster(strands=1)"
+            )
         if not is_element_wise(made := type(stepped.optimizer)):
             raise ValueError(
                 f"strands step pieces of parameters, and it is not known of {made.__name__} that it treats each "

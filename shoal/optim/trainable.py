@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.flat import MADE_IN_INFERENCE, holders_of, needs_sparse_gradients
+from shoal.flat import MADE_IN_INFERENCE, holders_of, members_of, needs_sparse_gradients
 
 SHOWN = 4  # the names of an error message, at most
 
@@ -71,9 +71,10 @@ def check_dense(optimizer: torch.optim.Optimizer, argument: str) -> None:
     Raises:
         ValueError: if it needs sparse gradients.
     """
-    if needs_sparse_gradients(type(optimizer)):
+    found = [type(member) for member in members_of(optimizer) if needs_sparse_gradients(type(member))]
+    if found:
         raise ValueError(
-            f"{argument} is a {type(optimizer).__name__}, which steps only the rows of sparse gradients, and the "
+            f"{argument} is a {found[0].__name__}, which steps only the rows of sparse gradients, and the "
             "average of the peers is dense: give torch.optim.SGD or Adagrad, which take both, or Adam, which steps all "
             "rows. (It works where a peer steps its own gradients: with use_local_updates=True, and as optimizer= "
             "beside outer=DiLoCo(…).)"

@@ -146,6 +146,7 @@ def test_what_is_left_of_an_older_gradient_is_not_used() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*is not known to be element-wise")
 def test_a_step_that_failed_is_not_remembered() -> None:
     class Fails(optim.SGD):
         def step(self, closure=None):
@@ -195,6 +196,7 @@ def test_two_optimizers_of_the_same_memory() -> None:
         twins.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:.*is not known to be element-wise")
 def test_state_that_cannot_be_split_is_said() -> None:
     class Odd(optim.SGD):
         def step(self, closure=None):

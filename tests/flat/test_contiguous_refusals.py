@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from shoal.flat import ContiguousParams
+from shoal.flat.elementwise import _COMPARED
 
 
 def step(optimizer_class: type[optim.Optimizer], **options: float) -> None:
@@ -84,9 +86,69 @@ def test_unknown_classes_are_warned_of_once() -> None:
         step(Unknown)
 
 
-def test_subclasses_of_what_is_element_wise_and_known_names_are_not() -> None:
+def test_subclasses_of_what_is_element_wise_are_too() -> None:
+    for unknown in (type("MyAdam", (optim.AdamW,), {}), type("Lion", (Unknown,), {}), OwnOptions):
+        with pytest.warns(UserWarning, match=rf"{unknown.__name__} is not known to be element-wise"):
+            step(unknown)
+
+
+class Compared(optim.Optimizer):
+    """Stands in for a class that was compared, by its package and name."""
+
+    def __init__(self, params, **options):
+        self.maximize, self.clip, self.rectify = True, 1.0, options.pop("rectify", False)
+        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "use_gc": False, **options})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1  # as pytorch_optimizer's classes count
+
+
+LION = {"__module__": "pytorch_optimizer.optimizer.lion", "__qualname__": "Lion"}
+
+
+def test_classes_that_were_compared_are_not() -> None:
+    lion = type("Lion", (Compared,), LION)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(type("MyAdam", (optim.AdamW,), {}))
-        step(type("Lion", (Unknown,), {}))
-        step(OwnOptions)
+        step(lion)
+        step(type("QHM", (Compared,), {"__module__": "pytorch_optimizer.x", "__qualname__": "QHM"}))
+
+
+@pytest.mark.parametrize(
+    "option", [{"use_gc": True}, {"cautious": True}, {"adanorm": torch.tensor(0.0)}, {"rectify": True}], ids=str
+)
+def test_their_options_that_look_at_whole_tensors_are(option) -> None:
+    lion = type("Lion", (Compared,), LION)
+    ((name, value),) = option.items()
+    said = rf"Lion with {name}={re.escape(str(value))} is not known to be element-wise.*warnings.filterwarnings"
+    with pytest.warns(UserWarning, match=said):
+        step(lambda params: lion(params, **option))
+
+
+def test_the_same_name_in_another_package_is() -> None:
+    with pytest.warns(UserWarning, match="Lion is not known to be element-wise"):
+        step(type("Lion", (Compared,), {"__module__": "my.lion", "__qualname__": "Lion"}))
+
+
+def test_numbers_of_the_real_classes_on_flat_memory() -> None:
+    package = pytest.importorskip("pytorch_optimizer", reason="not in the tests' environment: `make optimizers` has it")
+    names = [name for of, name in _COMPARED if of == "pytorch_optimizer"]
+    for kind in (getattr(package, name) for name in names):
+        models = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double() for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        given = [models[0].parameters(), ContiguousParams(models[1]).contiguous()]
+        for model, params in zip(models, given, strict=True):
+            optimizer = kind(params, lr=0.01)
+            for number in range(5):
+                model.zero_grad()
+                model(torch.full((4, 6), 1.0 + number).double()).square().mean().backward()
+                optimizer.step()
+        for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)  # in float64: rounding
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_told(monkeypatch) -> None:
+    """Each test hears the warnings that are given once."""
+    monkeypatch.setattr("shoal.flat.elementwise._told", set())

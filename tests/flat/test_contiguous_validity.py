@@ -242,6 +242,7 @@ def test_clipping_gradients_that_were_moved_with_the_model_is_refused() -> None:
         clip_grad_norm_(parameters.contiguous(), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*is not known to be element-wise")
 def test_an_optimizer_that_is_not_in_place_is_refused() -> None:
     class NotInPlace(optim.SGD):
         def step(self, closure=None):
