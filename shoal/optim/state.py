@@ -45,7 +45,7 @@ from shoal.optim.loads import Loads
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
-from shoal.optim.tree import carrier
+from shoal.optim.tree import carrier, kinds_of_tensors
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.tip import Tip
@@ -408,7 +408,8 @@ class TrainingState:
         end = len(given.tensors) - scalars.extras
         theirs = [tensor.clone() for tensor in given.tensors[end - scalars.tensors : end]]
         mine = Contents.of(self.optimizer, parameters, self._options()).others
-        return Others.decoded(scalars.tree, [*parameters, *statistics, *theirs], mine, len(parameters))
+        tensors, kinds = [*parameters, *statistics, *theirs], kinds_of_tensors(self.optimizer)
+        return Others.decoded(scalars.tree, tensors, mine, len(parameters), kinds)
 
     def _options(self) -> list[dict[str, Any]]:
         """The present options of the parameter groups that newcomers get."""

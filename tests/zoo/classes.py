@@ -33,6 +33,7 @@ class Needs(Enum):
     ANY = "matrices and vectors"
     MATRICES = "matrices only"
     SPARSE = "sparse gradients"
+    LARGE = "a matrix of 4,096 numbers or more"  # what is smaller keeps its bits
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _heavyball() -> Iterator[Entry]:
 def _torchao() -> Iterator[Entry]:
     ao = import_module("torchao.optim")
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "_AdamW"):
-        yield Entry(f"ao.{name}", getattr(ao, name), {"lr": 1e-2})
+        yield Entry(f"ao.{name}", getattr(ao, name), {"lr": 1e-2}, needs=Needs.LARGE)
     yield Entry(
         "ao.CPUOffload",
         lambda params: ao.CPUOffloadOptimizer(params, torch.optim.AdamW, lr=1e-2),
@@ -239,7 +240,7 @@ def _bitsandbytes() -> Iterator[Entry]:
             options["momentum"] = 0.9
         if name.endswith("8bit"):  # tensors smaller than that keep 32 bits
             options |= _accepted(make, {"min_8bit_size": 16})
-        yield Entry(f"bnb.{name}", make, options)
+        yield Entry(f"bnb.{name}", make, options, needs=Needs.LARGE)
 
 
 _PACKAGES = (_torch, _pytorch_optimizer, _schedulefree, _small_packages, _heavyball, _torchao, _bitsandbytes)
@@ -254,12 +255,15 @@ class Model(nn.Module):
     def __init__(self, needs: Needs) -> None:
         super().__init__()
         torch.manual_seed(0)
-        bias = needs is Needs.ANY
-        self.layers = (
-            nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
-            if needs is Needs.SPARSE
-            else nn.Sequential(nn.Linear(8, 16, bias=bias), nn.Tanh(), nn.Linear(16, 4, bias=bias))
-        )
+        self.layers: nn.Module
+        match needs:
+            case Needs.SPARSE:
+                self.layers = nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
+            case Needs.LARGE:
+                self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+            case _:
+                bias = needs is Needs.ANY
+                self.layers = nn.Sequential(nn.Linear(8, 16, bias=bias), nn.Tanh(), nn.Linear(16, 4, bias=bias))
 
     def loss(self, step: int, of: int = 0) -> torch.Tensor:
         """The loss of a batch of 8, another one in each step and at each peer."""
