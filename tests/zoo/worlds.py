@@ -25,6 +25,7 @@ EPOCHS = 8
 FLOOD = 40
 """More log lines than that of one cause are a flood."""
 CLOSE = 1e-6
+RANDOM_STEPS = 21
 JOIN_SECONDS = 25.0
 """How long a newcomer may take until it has had its common epochs."""
 
@@ -113,7 +114,8 @@ def must_work(entry: Entry) -> torch.Tensor:
 
 
 def is_random(entry: Entry) -> bool:
-    return differ(plain(entry, EPOCHS), plain(entry, EPOCHS, seed=1)) > 0
+    """Whether it draws random numbers; some do so in every tenth step."""
+    return differ(plain(entry, RANDOM_STEPS), plain(entry, RANDOM_STEPS, seed=1)) > 0
 
 
 def file_of(state: Any) -> bytes:
@@ -306,7 +308,8 @@ def newcomer(entry: Entry, told: Told) -> Outcome:
     telling = [line for line in told.warnings if _tells(line)]
     if telling:
         return Outcome(Kind.REFUSED if not both else Kind.WORD, f"{telling[0]} ({found})")
-    return Outcome(Kind.WRONG, "; ".join([found, *said]))
+    why = [line for _, _, line in told.lines if "ownload" in line]
+    return Outcome(Kind.WRONG, "; ".join([found, *said, *why]))
 
 
 _TELLING = ("can't join", "outside of its state", "draws random", "can't travel", "can't have this peer's state")
