@@ -140,7 +140,14 @@ class Others:
         return others if self.form is None else others | {FORM: self.form}
 
     @classmethod
-    def decoded(cls, encoded: bytes, tensors: Sequence[Tensor], mine: Any, parameters: int) -> Others:
+    def decoded(
+        cls,
+        encoded: bytes,
+        tensors: Sequence[Tensor],
+        mine: Any,
+        parameters: int,
+        kinds: Sequence[type[Tensor]] = (),
+    ) -> Others:
         """Decode what `Contents.encoded` has encoded.
 
         Args:
@@ -148,11 +155,12 @@ class Others:
             tensors: the parameters, the statistics, the tensors of the tree.
             mine: this peer's own others.
             parameters: how many there are.
+            kinds: the classes of tensors that this peer's optimizer has, see `tree.kinds_of_tensors`.
 
         Raises:
             ValueError: if it is anything else.
         """
-        given = tree.decode(encoded, tensors, mine)
+        given = tree.decode(encoded, tensors, mine, kinds)
         if type(given) is not dict or given.keys() - {FORM} != {GROUPS, VALUES, REST}:
             raise ValueError("the state of the optimizer has not the parts of one")
         groups, values, rest = given[GROUPS], given[VALUES], given[REST]

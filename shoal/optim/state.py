@@ -466,7 +466,8 @@ class TrainingState:
         end = len(given.tensors) - scalars.extras
         theirs = [tensor.clone() for tensor in given.tensors[end - scalars.tensors : end]]
         mine = Contents.of(self.optimizer, parameters, self._options()).others
-        others = Others.decoded(scalars.tree, [*parameters, *statistics, *theirs], mine, len(parameters))
+        tensors, kinds = [*parameters, *statistics, *theirs], tree.kinds_of_tensors(self.optimizer)
+        others = Others.decoded(scalars.tree, tensors, mine, len(parameters), kinds)
         place(others, self.optimizer, parameters)
         check_form(self.optimizer, mine.get(FORM), others.form)
         return others

@@ -9,11 +9,13 @@ bytes, whoever encodes them. A list, dictionary, set or deque that is met again 
 
 Classes are not in it either. An object of a class that this library does not know travels with a pair of functions
 (`travels`), or, for members of enumerations and named tuples, if the reader has one of the same class in the same
-place.
+place. A tensor of a class of its own, such as a quantized one, travels as the tensors of which it consists
+(`__tensor_flatten__`), if the module of the reader's optimizer names that class.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -74,6 +76,7 @@ class _Kind(IntEnum):
     MEMBER = 19  # of an enumeration
     NAMED_TUPLE = 20
     OBJECT = 21  # of a class with a pair of functions
+    WRAPPED = 22  # a tensor of a class of its own, which torch can take apart into tensors
 
 
 _DTYPES: Final = {
@@ -211,8 +214,8 @@ class _Encoder:
 
     def _tensor(self, tensor: Tensor, path: Path) -> Any:
         kind = type(tensor)
-        if kind is not Tensor and kind is not torch.nn.Parameter:
-            raise self._refusal(path, f"a {kind.__module__}.{kind.__qualname__}")
+        if kind not in (Tensor, torch.nn.Parameter):
+            return self._wrapped(tensor, path)
         if tensor.layout is not torch.strided or tensor.dtype not in _CARRIED | _CARRIABLE or tensor.is_meta:
             raise self._refusal(path, f"a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device}")
         order = order_of(tensor)
@@ -226,6 +229,16 @@ class _Encoder:
                 raise self._refusal(path, f"a tensor that shares a part of its memory with {self._show(other)}")
         node: list[Any] = [_Kind.TENSOR, place, _name(tensor.dtype), list(order)]
         return node if kind is Tensor else [_Kind.PARAMETER, tensor.requires_grad, *node[1:]]
+
+    def _wrapped(self, tensor: Any, path: Path) -> list[Any]:
+        """A tensor of a class of its own: the tensors and the rest of which it consists, as it tells torch."""
+        kind = type(tensor)
+        if not is_taken_apart(kind):
+            raise self._refusal(path, f"a {kind.__module__}.{kind.__qualname__}")
+        names, rest = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        node = [_Kind.WRAPPED, _class_name(kind), self.node(parts, path), self.node(rest, path)]
+        return [*node, list(tensor.shape), list(tensor.stride()), _name(tensor.dtype)]
 
     def _container(self, value: Any, path: Path) -> Any:
         if id(value) in self._met:
@@ -284,6 +297,8 @@ def difference(one: Any, other: Any) -> Path | None:
     """The way to the first value in which two trees differ; None if they are equal in every bit and type."""
     if type(one) is not type(other):
         return ()
+    if isinstance(one, Tensor) and is_taken_apart(type(one)):
+        return difference(_parts_of(one), _parts_of(other))
     if isinstance(one, Tensor):
         alike = (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
         return None if alike and _bits(one) == _bits(other) else ()
@@ -301,6 +316,29 @@ def difference(one: Any, other: Any) -> Path | None:
         if (below := difference(mine, theirs)) is not None:
             return (key, *below)
     return None
+
+
+def is_taken_apart(kind: type) -> bool:
+    """Whether tensors of that class consist of other tensors, which they give to torch, as quantized ones do."""
+    return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def kinds_of_tensors(made: object) -> list[type[Tensor]]:
+    """The classes of tensors that are taken apart and that the modules of an object's class name. So a newcomer, whose
+    optimizer has made no state yet, knows them, and no class is looked for by a name that somebody has sent."""
+    modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in type(made).__mro__}
+    named = [value for module in modules.values() if module is not None for value in vars(module).values()]
+    found = [one for one in named if isinstance(one, type) and issubclass(one, Tensor) and is_taken_apart(one)]
+    return list(dict.fromkeys(found))
+
+
+def _parts_of(tensor: Any) -> tuple[Any, ...]:
+    names, rest = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, rest, tuple(tensor.shape), tensor.dtype
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -404,13 +442,16 @@ def _name(dtype: torch.dtype) -> str:
 # -- decoding
 
 
-def decode(encoded: bytes, tensors: Sequence[Tensor], mine: Any = None) -> Any:
+def decode(
+    encoded: bytes, tensors: Sequence[Tensor], mine: Any = None, kinds: Iterable[type[Tensor]] = ()
+) -> Any:
     """Decode a tree that anybody may have sent.
 
     Args:
         encoded: the bytes.
         tensors: the tensors with their places.
         mine: this peer's own tree. It gives the classes of members of enumerations, and of named tuples.
+        kinds: the classes that tensors may have, see `kinds_of_tensors`.
 
     Raises:
         ValueError: if it is no such tree.
@@ -418,15 +459,15 @@ def decode(encoded: bytes, tensors: Sequence[Tensor], mine: Any = None) -> Any:
     if len(encoded) > MAX_BYTES:
         raise ValueError(f"a tree of {len(encoded)} bytes, more than {MAX_BYTES}")
     try:
-        value = _Decoder(tensors).value(msgspec.msgpack.decode(encoded), mine, 0)
+        value = _Decoder(tensors, kinds).value(msgspec.msgpack.decode(encoded), mine, 0)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, TypeError) as error:
         raise ValueError(f"not a tree: {error}") from error
     return value
 
 
 class _Decoder:
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[Tensor], kinds: Iterable[type[Tensor]]) -> None:
+        self._tensors, self._kinds = tensors, {_class_name(kind): kind for kind in kinds}
         self._read: dict[tuple[Any, ...], Tensor] = {}
         self._met: list[Any] = []  # the lists, dictionaries, sets and deques; `_OPEN` for those under way
         self._nodes = 0
@@ -569,6 +610,27 @@ class _Decoder:
             return tensor
         return self._once((id(tensor), requires_grad), lambda: torch.nn.Parameter(tensor, requires_grad))
 
+    def _wrapped(self, node: list[Any], mine: Any, depth: int) -> Tensor:
+        name, parts, rest, shape, stride, dtype = node
+        kind: Any = self._kinds.get(name)
+        if kind is None:
+            raise ValueError(f"there is a tensor of the class {name!r:.80}, which this peer's optimizer does not have")
+        values, rest = self.value(parts, None, depth), self.value(rest, None, depth)
+        if type(values) is not dict or not all(isinstance(value, Tensor) for value in values.values()):
+            raise ValueError(f"a {name} consists of something other than tensors")
+        try:
+            made = kind.__tensor_unflatten__(values, rest, torch.Size(map(_natural, shape)), tuple(map(_natural, stride)))
+            names, again = made.__tensor_flatten__()
+            parts_again = {name: getattr(made, name) for name in names}
+        except Exception as error:  # noqa: BLE001 (whatever a class raises about what anybody may have sent)
+            raise ValueError(f"a {name} can't be made of what it should consist of: {error}") from error
+        described = list(made.shape), list(made.stride()), _name(made.dtype)
+        if type(made) is not kind or described != (shape, stride, dtype):
+            raise ValueError(f"a {name} of {dtype} and of shape {shape!r:.60} has become another one")
+        if again != rest or difference(parts_again, values) is not None:
+            raise ValueError(f"a {name} does not consist of what it was made of")
+        return made
+
     def _int(self, node: list[Any], mine: Any, depth: int) -> int:
         (data,) = node
         value = int.from_bytes(_bytes(data, MAX_INT_BYTES), "little", signed=True)
@@ -649,6 +711,7 @@ _READERS: Final[dict[int, Callable[[_Decoder, list[Any], Any, int], Any]]] = {
     _Kind.MEMBER: _Decoder._member,
     _Kind.NAMED_TUPLE: _Decoder._named_tuple,
     _Kind.OBJECT: _Decoder._object,
+    _Kind.WRAPPED: _Decoder._wrapped,
 }
 
 
