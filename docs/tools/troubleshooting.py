@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[1]
 PAGE = DOCS / "troubleshooting.md"
 # In the order of the page. A guide with such a table that is missing here is an error.
 GUIDES = (
-    "home", "relays", "peers", "equal", "options", "modes", "several-models", "checkpoints", "frameworks",
+    "home", "relays", "peers", "equal", "optimizers", "options", "modes", "several-models", "checkpoints", "frameworks",
     "closed-runs", "watching"
 )  # fmt: skip
 HEADS = ("message", "what is said", "it says of a peer")

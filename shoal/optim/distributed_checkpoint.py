@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.flat import without_hooks
 from shoal.optim.group_options import KERNELS
-from shoal.optim.plain import plain, restored
+from shoal.optim.plain import is_plain, plain, restored
 from shoal.optim.state import Part, PartState, Scalars, scheduler_state
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_replica import StrandReplica
@@ -277,14 +277,23 @@ def rest_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> R
         for number, parameter in enumerate(parameters)
         for name, value in sorted(optimizer.state.get(parameter, {}).items())
     ]
-    try:
-        return Rest(
-            [plain({k: v for k, v in group.items() if k not in OWN}) for group in optimizer.param_groups],
-            [(number, name) for number, name, value in kept if isinstance(value, Tensor)],
-            [(number, name, plain(value)) for number, name, value in kept if not isinstance(value, Tensor)],
+    groups = [{k: v for k, v in group.items() if k not in OWN} for group in optimizer.param_groups]
+    values = [(number, name, value) for number, name, value in kept if not isinstance(value, Tensor)]
+    options = [(f"parameter group {number}: {k!r}", v) for number, group in enumerate(groups) for k, v in group.items()]
+    state = [(f"state of parameter {number}: {name!r}", value) for number, name, value in values]
+    rest = [
+        (f"state of no parameter: {key!r:.40}", optimizer) for key in optimizer.state if not isinstance(key, Tensor)
+    ]
+    if odd := [where for where, value in (*options, *state, *rest) if not is_plain(value)]:
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} can't be saved in a checkpoint of strands, which has tensors of "
+            f"parameters and plain values only: {odd[0]}"
         )
-    except TypeError as error:
-        raise ValueError(f"the optimizer's state can't be saved: {error}") from error
+    return Rest(
+        [plain(group) for group in groups],
+        [(number, name) for number, name, value in kept if isinstance(value, Tensor)],
+        [(number, name, plain(value)) for number, name, value in values],
+    )
 
 
 def options_of(rest: Rest, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

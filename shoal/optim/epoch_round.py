@@ -582,24 +582,27 @@ class EpochRound:
         if not mine or mine == common:
             return ()
         if epoch:
-            fields = self._run.faults.add(FaultKind.UNLIKE, "this peer's parameters differ from those of like peers")
-            if seconds := self.hidden.differs(time.monotonic()):
-                log.warning(
-                    "this peer's parameters differ again from those of peers that compute alike, soon after it has "
-                    "loaded all of their state: %s keeps something outside of its state_dict, or draws random numbers. "
-                    "This peer takes no part for %.0f s, then it loads the state again. use_local_updates and outer= "
-                    "(DiLoCo) train well with such a class; so does shoal.travels(), if it says how what is missing is "
-                    "sent",
-                    type(self._replica.wrapped).__qualname__,
-                    seconds,
-                    extra=fields,
-                )
-            else:
-                log.error(
-                    "this peer's parameters differ from those of peers that compute alike: downloading the state",
-                    extra=fields,
-                )
+            self._tell_unlike()
         return tuple(PeerID(key) for key, state in states.items() if state == common)
+
+    def _tell_unlike(self) -> None:
+        """Tell that this peer's parameters differ from those of peers that compute alike, and what it does now."""
+        fields = self._run.faults.add(FaultKind.UNLIKE, "this peer's parameters differ from those of like peers")
+        if seconds := self.hidden.differs(time.monotonic()):
+            log.warning(
+                "this peer's parameters differ again from those of peers that compute alike, soon after it has loaded "
+                "all of their state: %s keeps something outside of its state_dict, or draws random numbers. This peer "
+                "takes no part for %.0f s, then it loads the state again. use_local_updates and outer= (DiLoCo) train "
+                "well with such a class; so does shoal.travels(), if it says how what is missing is sent",
+                type(self._replica.wrapped).__qualname__,
+                seconds,
+                extra=fields,
+            )
+        else:
+            log.error(
+                "this peer's parameters differ from those of peers that compute alike: downloading the state",
+                extra=fields,
+            )
 
 
 def report_of(

@@ -53,7 +53,7 @@ from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Snapshot, encoded
+from shoal.transfer.donor import EncodedState, Snapshot, Unsendable, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
@@ -1146,14 +1146,13 @@ async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
     """Encode the state that `take` copies. Runs on the reactor.
 
     Raises:
-        Refused: if the state can't be sent.
+        Unsendable: if the state can't be sent.
     """
     try:
         # In one expression, so that the copy is freed before the encoded state is returned.
         return await asyncio.to_thread(lambda: encoded(take()))
     except ValueError as error:
-        log.warning("a newcomer can't have this peer's state: %s", error)
-        raise Refused(str(error)) from error
+        raise Unsendable(str(error)) from error
 
 
 class SharedTensors(Vector):

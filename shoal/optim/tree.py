@@ -77,6 +77,7 @@ class _Kind(IntEnum):
     NAMED_TUPLE = 20
     OBJECT = 21  # of a class with a pair of functions
     WRAPPED = 22  # a tensor of a class of its own, which torch can take apart into tensors
+    KEY = 23  # a tensor that has a place beforehand, such as a parameter: only a key of a dictionary, or in a set
 
 
 _DTYPES: Final = {
@@ -172,6 +173,7 @@ def encode(value: Any, tensors: list[Tensor], show: Show = str) -> bytes:
 class _Encoder:
     def __init__(self, tensors: list[Tensor], show: Show) -> None:
         self._tensors, self._show = tensors, show
+        self._given = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._places = {memory_of(tensor): place for place, tensor in enumerate(tensors)}
         self._spans = _Spans()
         for place, tensor in enumerate(tensors):
@@ -284,9 +286,13 @@ class _Encoder:
         return [item for node, key in keys for item in (node, self.node(values[key], (*path, key)))]
 
     def _key(self, key: Any, path: Path) -> Any:
-        """A key of a dictionary, or a member of a set: no tensor."""
-        if isinstance(key, Tensor) or (isinstance(key, tuple) and any(isinstance(item, Tensor) for item in key)):
-            raise self._refusal(path, "a dictionary or a set with a tensor for a key")
+        """A key of a dictionary, or a member of a set: no tensor, but for one that has a place beforehand."""
+        if isinstance(key, Tensor):
+            if id(key) not in self._given:
+                raise self._refusal(path, "a dictionary or a set with a tensor for a key that is no parameter")
+            return [_Kind.KEY, self._given[id(key)]]
+        if isinstance(key, tuple) and any(isinstance(item, Tensor) for item in key):
+            raise self._refusal(path, "a dictionary or a set with a tensor in a key")
         return self.node(key, (*path, key))
 
 
@@ -442,9 +448,7 @@ def _name(dtype: torch.dtype) -> str:
 # -- decoding
 
 
-def decode(
-    encoded: bytes, tensors: Sequence[Tensor], mine: Any = None, kinds: Iterable[type[Tensor]] = ()
-) -> Any:
+def decode(encoded: bytes, tensors: Sequence[Tensor], mine: Any = None, kinds: Iterable[type[Tensor]] = ()) -> Any:
     """Decode a tree that anybody may have sent.
 
     Args:
@@ -567,6 +571,10 @@ class _Decoder:
         return members
 
     def _key(self, node: Any, depth: int) -> Any:
+        if type(node) is list and len(node) == 2 and node[0] == _Kind.KEY and type(node[0]) is int:
+            if _natural(node[1]) >= len(self._tensors):
+                raise ValueError(f"there is a reference to tensor {node[1]} of {len(self._tensors)}")
+            return self._tensors[node[1]]
         key = self.value(node, None, depth)
         if isinstance(key, Tensor) or not isinstance(key, Hashable):
             raise ValueError(f"a {type(key).__name__} is a key")
@@ -619,10 +627,12 @@ class _Decoder:
         if type(values) is not dict or not all(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"a {name} consists of something other than tensors")
         try:
-            made = kind.__tensor_unflatten__(values, rest, torch.Size(map(_natural, shape)), tuple(map(_natural, stride)))
+            made = kind.__tensor_unflatten__(
+                values, rest, torch.Size(map(_natural, shape)), tuple(map(_natural, stride))
+            )
             names, again = made.__tensor_flatten__()
             parts_again = {name: getattr(made, name) for name in names}
-        except Exception as error:  # noqa: BLE001 (whatever a class raises about what anybody may have sent)
+        except Exception as error:
             raise ValueError(f"a {name} can't be made of what it should consist of: {error}") from error
         described = list(made.shape), list(made.stride()), _name(made.dtype)
         if type(made) is not kind or described != (shape, stride, dtype):

@@ -28,6 +28,7 @@ from shoal.transfer.manifest import MAX_CHUNKS, BufferShape, Manifest, state_chu
 log = logging.getLogger(__name__)
 
 MAX_SNAPSHOTS: Final = 2
+MAX_TOLD: Final = 8  # a donor warns of at most so many reasons why its state can't be sent
 KEEP_SECONDS: Final = 30.0  # a snapshot is dropped if nobody has asked for a chunk of it for this long
 HASHING_THREADS: Final = 2  # more than one, since a newcomer waits until all chunks are hashed
 CHUNK_NUMBER_BYTES: Final = 4  # bytes of a chunk's number in its name
@@ -120,6 +121,10 @@ class _Held:
     timer: asyncio.TimerHandle = field(init=False)  # drops the snapshot when it is idle
 
 
+class Unsendable(Refused):
+    """The state has something that can't be sent."""
+
+
 class StateDonor:
     """Serves this peer's state to newcomers.
 
@@ -131,7 +136,7 @@ class StateDonor:
         node: the node of this peer.
         service_name: the name of the service, the same at donors and newcomers.
         take_snapshot: makes a consistent, encoded copy of the state (see `encoded`), preferably in a thread of its own.
-            It may raise `Refused` with the reason why there is none now.
+            It may raise `Refused` with the reason why there is none now, or `Unsendable`, which a warning tells once.
         current_tip: returns the name of the state that `take_snapshot` would copy. If it returns None, the state has no
             name, and no snapshot is offered twice.
         allow: whether to serve newcomers; True by default.
@@ -161,6 +166,7 @@ class StateDonor:
         self._take_snapshot, self._current_tip = take_snapshot, current_tip
         self._held: dict[bytes, _Held] = {}  # by the manifest's id, the oldest first
         self._preparing: asyncio.Task[_Held] | None = None
+        self._told: set[str] = set()  # the reasons that warnings have told
         node.serve(self._service, self._handle)
 
     def close(self) -> None:
@@ -222,6 +228,11 @@ class StateDonor:
             if held is taken:
                 self._drop_when_idle(id)
             return held
+        except Unsendable as error:
+            if str(error) not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(str(error))
+                log.warning("a newcomer can't have this peer's state: %s", error)
+            raise
         finally:
             self._preparing = None
 

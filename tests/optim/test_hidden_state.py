@@ -12,7 +12,8 @@ import torch
 
 import shoal
 from shoal.optim.hidden_state import FIRST_REST, LONGEST_REST, SOON, HiddenState
-from tests.optim.test_kinds_of_options import Peers, epochs, one_peer, step
+from tests.optim.models import flat
+from tests.optim.test_kinds_of_options import Peers, epochs, one_peer, peers, step
 
 pytestmark = [pytest.mark.usefixtures("all_are_here"), pytest.mark.alone]
 
@@ -90,3 +91,33 @@ def test_who_has_joined_after_this_peer_is_new_for_a_while() -> None:
             peer.took_part(epoch, [b"v", b"n"])
         assert veteran.is_new(b"n") == (number <= SOON)
         assert not newcomer.is_new(b"v")
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "local updates": {"use_local_updates": True, "delay_state_averaging": False},
+    "outer": {"outer": shoal.DiLoCo()},
+}
+
+
+class Drawing(torch.optim.SGD):
+    """Draws random numbers in its step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, foreach=False)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(torch.rand_like(parameter))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_class_that_draws_random_numbers_trains_where_parameters_are_averaged(
+    mode: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with peers([Drawing, Drawing], **mode) as made:
+        before = flat(made[0][0])
+        epochs(made, 4)
+        assert not torch.equal(flat(made[0][0]), before)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text

@@ -250,3 +250,15 @@ def test_what_arrives_changed_is_refused_or_is_a_tree(value: Any, data: st.DataO
     except ValueError:
         return
     encode(back, [])
+
+
+def test_a_parameter_can_be_a_key() -> None:
+    mine, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+    tensors: list[torch.Tensor] = [mine]
+    encoded = encode({"rest": {mine: {"base": torch.ones(3)}}}, tensors)
+    back = decode(encoded, [theirs, tensors[1]])
+    assert list(back["rest"]) == [theirs]
+    assert next(iter(back["rest"])) is theirs
+    assert encode(back, [theirs]) == encoded
+    with pytest.raises(ValueError, match="reference to tensor 0 of 0"):
+        decode(encoded, [])

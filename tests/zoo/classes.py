@@ -95,7 +95,7 @@ def _accepted(make: Callable[..., Any], options: dict[str, Any]) -> dict[str, An
 
 def _torch() -> Iterator[Entry]:
     of = torch.optim
-    for name in "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split():
+    for name in ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]:
         make = getattr(of, name)
         options = {"lr": 0.01} | _accepted(make, _PLAIN) | ({"momentum": 0.9} if name == "SGD" else {})
         yield Entry(f"torch.{name}", make, options)
@@ -105,18 +105,9 @@ def _torch() -> Iterator[Entry]:
     yield Entry("torch.Muon", of.Muon, {"lr": 0.01}, needs=Needs.MATRICES)
 
 
-_WITHOUT_RATE = "Prodigy DAdaptAdam DAdaptSGD DAdaptAdan DAdaptLion DAdaptAdaGrad AdamG".split()
-_POS_OWN = """
-    A2Grad ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaFactor AdaGC AdaHessian AdaMax AdaMod AdaNorm
-    AdaPNM AdaShift AdaSmooth AdaTAM Adai Adalite AdamC AdamG AdamMini AdamP AdamS AdamWSN Adan AggMo Aida Alice Amos
-    Ano ApolloDQN AvaGrad BCOS CAME Conda DASH DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD DiffGrad
-    DualAdam EXAdam EmoFact EmoLynx EmoNavi FAdam FOCUS FTRL Fira Fromage GaLore Grams Gravity GrokFastAdamW Kate Kron
-    LARS LaProp Lamb Lion LoRARite MADGRAD MARS MSVAG Magma Nero NovoGrad PAdam PID PNM Prodigy QHAdam QHM RACS ROSE
-    Ranger SGDP SGDSaI SGDW SM3 SOAP SPAM SPlus SRMM SWATS SaRA ScalableShampoo ScheduleFreeAdamW ScheduleFreeRAdam
-    ScheduleFreeSGD Shampoo SignSGD SimplifiedAdEMAMix SophiaH SpectralSphere StableAdamW StableSPAM TAM Tiger VSGD Yogi
-    Ranger21 SCION SCIONLight FlashAdamW
-""".split()
-_POS_MUONS = "Muon AdaMuon AdaGO NorMuon MuonClip".split()
+_WITHOUT_RATE = ["Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan", "DAdaptLion", "DAdaptAdaGrad", "AdamG"]
+_POS_OWN = ["A2Grad", "ADOPT", "APOLLO", "AccSGD", "AdEMAMix", "AdaBelief", "AdaBound", "AdaDelta", "AdaFactor", "AdaGC", "AdaHessian", "AdaMax", "AdaMod", "AdaNorm", "AdaPNM", "AdaShift", "AdaSmooth", "AdaTAM", "Adai", "Adalite", "AdamC", "AdamG", "AdamMini", "AdamP", "AdamS", "AdamWSN", "Adan", "AggMo", "Aida", "Alice", "Amos", "Ano", "ApolloDQN", "AvaGrad", "BCOS", "CAME", "Conda", "DASH", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD", "DiffGrad", "DualAdam", "EXAdam", "EmoFact", "EmoLynx", "EmoNavi", "FAdam", "FOCUS", "FTRL", "Fira", "Fromage", "GaLore", "Grams", "Gravity", "GrokFastAdamW", "Kate", "Kron", "LARS", "LaProp", "Lamb", "Lion", "LoRARite", "MADGRAD", "MARS", "MSVAG", "Magma", "Nero", "NovoGrad", "PAdam", "PID", "PNM", "Prodigy", "QHAdam", "QHM", "RACS", "ROSE", "Ranger", "SGDP", "SGDSaI", "SGDW", "SM3", "SOAP", "SPAM", "SPlus", "SRMM", "SWATS", "SaRA", "ScalableShampoo", "ScheduleFreeAdamW", "ScheduleFreeRAdam", "ScheduleFreeSGD", "Shampoo", "SignSGD", "SimplifiedAdEMAMix", "SophiaH", "SpectralSphere", "StableAdamW", "StableSPAM", "TAM", "Tiger", "VSGD", "Yogi", "Ranger21", "SCION", "SCIONLight", "FlashAdamW"]
+_POS_MUONS = ["Muon", "AdaMuon", "AdaGO", "NorMuon", "MuonClip"]
 
 
 def _pytorch_optimizer() -> Iterator[Entry]:
@@ -205,11 +196,7 @@ def _small_packages() -> Iterator[Entry]:
     yield Entry("muon_fsdp2.Muon", _of_two_kinds(import_module("muon_fsdp2").Muon), note=note)
 
 
-_HEAVYBALLS = """
-    AdamW SGD RMSprop NAdam ADOPT LaProp Muon MuonAdamW MuonLaProp SOAP SOLP KLSOAP SFAdamW PSGDKron PSGDPRO PSGDLRA
-    OrthoLaProp LaPropOrtho SignLaProp Scion AdEMAMix AdamC UnscaledAdamW SUDSAdamW HeavySOAP MSAMLaProp HyperBallAdamW
-    LATHER QSGD
-""".split()
+_HEAVYBALLS = ["AdamW", "SGD", "RMSprop", "NAdam", "ADOPT", "LaProp", "Muon", "MuonAdamW", "MuonLaProp", "SOAP", "SOLP", "KLSOAP", "SFAdamW", "PSGDKron", "PSGDPRO", "PSGDLRA", "OrthoLaProp", "LaPropOrtho", "SignLaProp", "Scion", "AdEMAMix", "AdamC", "UnscaledAdamW", "SUDSAdamW", "HeavySOAP", "MSAMLaProp", "HyperBallAdamW", "LATHER", "QSGD"]
 
 
 def _heavyball() -> Iterator[Entry]:
@@ -232,9 +219,7 @@ def _torchao() -> Iterator[Entry]:
 
 def _bitsandbytes() -> Iterator[Entry]:
     bnb = import_module("bitsandbytes.optim")
-    for name in """
-        AdamW AdamW8bit Lion8bit SGD8bit LAMB LARS AdEMAMix AdEMAMix8bit Adagrad8bit RMSprop PagedAdamW
-    """.split():
+    for name in ["AdamW", "AdamW8bit", "Lion8bit", "SGD8bit", "LAMB", "LARS", "AdEMAMix", "AdEMAMix8bit", "Adagrad8bit", "RMSprop", "PagedAdamW"]:
         make, options = getattr(bnb, name), {"lr": 1e-2}
         if name in ("SGD8bit", "LARS"):
             options["momentum"] = 0.9

@@ -109,7 +109,7 @@ def must_work(entry: Entry) -> torch.Tensor:
     """Its parameters after all steps. Raises `Given` if it does not work without Shoal."""
     try:
         return plain(entry, EPOCHS)
-    except Exception as error:  # noqa: BLE001 (whatever an optimizer of other people raises)
+    except Exception as error:
         raise Given(Kind.NONE, entry.note or f"alone: {shown(error)}") from error
 
 
@@ -181,8 +181,8 @@ def of_error(error: BaseException, moved: bool) -> Outcome:
     if not is_shoals(error):
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome(Kind.WRONG, f"crash at {Path(where.filename).name}:{where.lineno}: {shown(error)}")
-    return Outcome(Kind.WRONG, f"refused after a step: {shown(error)}") if moved else Outcome(
-        Kind.REFUSED, shown(error)
+    return (
+        Outcome(Kind.WRONG, f"refused after a step: {shown(error)}") if moved else Outcome(Kind.REFUSED, shown(error))
     )
 
 

@@ -78,11 +78,6 @@ def is_no_client_on_a_dht_that_is(scene: Scene) -> str:
     return raised(lambda: scene.optimizer(scene.another_dht(client_mode=True), client_mode=False))
 
 
-@provokes("parameter group N has … of type …: peers compare …")
-def has_an_option_that_nobody_can_compare(scene: Scene) -> str:
-    return raised(lambda: scene.optimizer(optimizer=lambda p: torch.optim.SGD([{"params": p, "note": print}], lr=0.1)))
-
-
 @provokes("can't listen at …")
 def takes_a_port_that_is_taken(_: Scene) -> str:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -237,22 +237,6 @@ def a_learning_rate_is_set_beside_the_scheduler(scene: Scene) -> None:
     optimizer.step(batch_size=64)
 
 
-class Odd(torch.optim.SGD):
-    """Keeps what nobody can send."""
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["history"] = {object()}
-        return super().step(closure)
-
-
-@provokes("a newcomer can't have this peer's state: … there is a … in it")
-def the_optimizer_keeps_something_odd(scene: Scene) -> None:
-    options = {"optimizer": lambda params: Odd(params, lr=0.1), "load_state_timeout": 2.0}
-    scene.optimizer(**options).step(batch_size=64)
-    scene.optimizer(scene.another_dht(), **options).step(batch_size=8)
-
-
 @provokes("at … answers peer …, and initial_peers names … there")
 def an_initial_peer_was_restarted_with_a_new_identity(scene: Scene) -> None:
     [address] = scene.dht.get_visible_maddrs()
