@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,7 @@ class Contents:
         rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         form = own_form(optimizer) if with_form else None
         unsaved = unsaved_options(optimizer)
-        options = [{name: value for name, value in group.items() if name not in unsaved} for group in groups]
+        options = [{n: _without_class(value) for n, value in group.items() if n not in unsaved} for group in groups]
         return cls(statistics, Others(options, values, rest, form).as_tree)
 
     def with_places(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -100,6 +101,12 @@ def dense(value: Any) -> Any:
     """A sparse tensor, such as the momentum that SGD makes of sparse gradients, as a dense one; the rest as it is. The
     optimizer steps with either."""
     return value.to_dense() if isinstance(value, Tensor) and value.layout is not torch.strided else value
+
+
+def _without_class(option: Any) -> Any:
+    """A text or a number of a class of its own as Python's, which a newcomer gives the class that its own has."""
+    is_one = isinstance(option, str | bytes | int | float) and not isinstance(option, Enum | bool)
+    return plain(option) if is_one else option
 
 
 def in_flat_memory(held: Sequence[tuple[int, Any, Any]]) -> list[tuple[int, str, Tensor]]:
