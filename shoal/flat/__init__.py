@@ -19,7 +19,7 @@ imports torch and nothing else of Shoal.
 
 from __future__ import annotations
 
-from shoal.flat._torch import grad_of
+from shoal.flat._torch import grad_of, version_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
 from shoal.flat.elementwise import is_per_tensor, needs_sparse_gradients
@@ -79,5 +79,6 @@ __all__ = [
     "pick_kernels",
     "tensor_from",
     "users_modes",
+    "version_of",
     "without_hooks",
 ]

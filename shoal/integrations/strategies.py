@@ -12,6 +12,7 @@ import torch
 from torch.distributed import is_torchelastic_launched
 
 import shoal
+from shoal.flat import version_of
 from shoal.integrations._frameworks import devices_of
 from shoal.integrations.member import Member, own_scaler
 from shoal.integrations.ranks import Clusters, Ranks
@@ -193,7 +194,7 @@ class InSwarm(Strategy):
         trainer = self.lightning_module.trainer
         loss = closure()  # first: it decides how many samples there are
         optimizer.batch_size_per_step = self._samples.finish(self.model.parameters(), trainer.accumulate_grad_batches)
-        done = super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
+        done = super().optimizer_step(optimizer, self._returning(loss, closure, optimizer), model, **kwargs)
         if getattr(self.precision_plugin, "scaler", None) is not None:
             optimizer.step(batch_size=0)  # the scaler may have skipped the step, and a round may be due all the same
         # Lightning adds 1 to the number of steps next.
@@ -202,6 +203,26 @@ class InSwarm(Strategy):
         )
         self.lightning_module.log_dict(member.logs(), batch_size=1)
         return done
+
+    def _returning(self, loss: Any, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+        """What the optimizer gets in place of a closure that was called. If each step is this peer's own, the wrapped
+        optimizer may call it again (LBFGS), or where it has moved the parameters (SAM): then the loss is evaluated
+        anew."""
+        if self._ranks.size > 1 or not (optimizer.use_local_updates or optimizer.outer_optimizer):
+            return lambda: loss
+        parameters = list(self.model.parameters())
+        batches = self.lightning_module.trainer.accumulate_grad_batches
+        seen, losses = list(map(version_of, parameters)), [loss]
+
+        def evaluated() -> Any:
+            if losses and list(map(version_of, parameters)) == seen and any(p.grad is not None for p in parameters):
+                return losses.pop()
+            losses.clear()
+            again = closure()
+            self._samples.finish(parameters, batches)
+            return again
+
+        return evaluated
 
     def teardown(self) -> None:
         """Leave the run, if training has raised an error."""

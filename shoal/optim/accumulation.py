@@ -92,17 +92,17 @@ class Accumulation:
         if not self.samples:  # once an epoch, before any gradient of wrong parameters is used
             replica.placement.check()
         self._check_held()
-        own = None if closure is None or closure.is_evaluated else closure
         try:
-            if own is None:
+            if closure is None or closure.is_evaluated:
                 self._check_gradients(batch_size)
             else:
-                own.after_first = lambda: self._check_gradients(batch_size)
-            self._use(batch_size, grad_scaler, own)
+                closure.after_first = lambda: self._check_gradients(batch_size)
+            self._use(batch_size, grad_scaler, closure)
         except NotUsed:
             return
-        if closure is not None and own is None:
-            self._keep_loss(closure, batch_size)
+        if closure is not None and self.gradients is not None and self.drift is None:  # the step is made later
+            self._losses.append((kept_loss(closure.returned), batch_size))
+            self._samples_with_loss += batch_size
 
     def _check_gradients(self, batch_size: float) -> None:
         """Look at the gradients of a batch.
@@ -131,7 +131,7 @@ class Accumulation:
         raise NotUsed
 
     def _use(self, batch_size: int, grad_scaler: GradScaler | None, closure: Closure | None) -> None:
-        """Use the gradients, or those that `closure` leaves.
+        """Use the gradients, or those that `closure` leaves in the step that is made here.
 
         Raises:
             NotUsed: if they overflowed, or if the closure has left none. Then the samples do not count.
@@ -158,13 +158,6 @@ class Accumulation:
                 self.gradients.accumulate(batch_size)
             if self._reuse:
                 self._scaler = grad_scaler
-
-    def _keep_loss(self, closure: Closure, batch_size: float) -> None:
-        """Keep the loss of a batch whose gradients were accumulated."""
-        if self.gradients is None or self.drift is not None:
-            return  # the step was made
-        self._losses.append((kept_loss(closure.returned), batch_size))
-        self._samples_with_loss += batch_size
 
     def _mean_loss(self, samples: float) -> Loss | None:
         """The mean loss of the accumulated samples; None if some have none."""

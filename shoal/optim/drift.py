@@ -22,6 +22,7 @@ from shoal.optim.accumulator import clip, in_grad
 from shoal.optim.closures import Closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
+from shoal.optim.loss_steps import LossSteps
 from shoal.outer import ExactSGD
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Drift:
         self.choice, self.inner, self._model, self._anchors = choice, inner, list(model), list(anchors)
         self.schedule = None if scheduler is None else InnerSchedule(scheduler)
         self.is_exact = all(isinstance(member, ExactSGD) for member in members_of(outer))
+        self._inner_steps = LossSteps(inner, of_epochs=False)
         if turns is None:
             turns = [[numbers] for numbers in fragments_of(choice.fragments, self._model)]
         self.fragments = [list(numbers) for turn in turns for numbers in turn]
@@ -152,16 +154,13 @@ class Drift:
         return self._is_apart or self.steps + self._in_flight[1] > 0
 
     def accumulate(self, batch_size: float, closure: Closure | None = None) -> None:
-        """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples. With
-        `closure`, the inner optimizer calls that for the gradients."""
+        """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples, or with
+        those that `closure` leaves, see `LossSteps`."""
         if self._on_host:
             self._take_to_host()
         if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
             pick_kernels(self.inner)
-        if closure is None:
-            self.inner.step()
-        else:
-            closure.step(self.inner, self._in_model)
+        self._inner_steps.make(closure, self._in_model)
         for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
             model.copy_(host)
         if self._memory is not None and self._is_in_memory:

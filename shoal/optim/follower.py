@@ -29,7 +29,7 @@ from shoal.flat import (
     neutral,
 )
 from shoal.interrupts import holding
-from shoal.optim.closures import Closure, loss_of, refuse_early
+from shoal.optim.closures import Closure, loss_of
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
@@ -81,7 +81,7 @@ class Follower(ShowsGroups):
                     )
                 admit_to(lambda: dht.node, settings.run_id, given["membership"])
         self.batch_size_per_step, self.local_epoch = settings.batch_size_per_step, 0
-        self._in_background, self._moves = settings.in_background, settings.moves_within_epochs
+        self._in_background = settings.in_background
         self._extras = list(given["extra_tensors"])
         self._compared = self._ready = False
         self._trainer = threading.Lock()
@@ -116,7 +116,6 @@ class Follower(ShowsGroups):
         if not isinstance(whole, Strands):
             template = make_trained(optimizer, whole.params, None, on_host=False, in_cluster=True).optimizer
             wraps(self, template)
-            self._wrapped = type(template)
             return Shown(template), template.defaults
         if settings.outer is None:
             made = stepped = make_trained(
@@ -135,7 +134,6 @@ class Follower(ShowsGroups):
             stepped = Stepped(outer, None, anchor)
         inner, has_pieces = made.optimizer, settings.outer is None
         wraps(self, inner)
-        self._wrapped = type(inner)
         crew = Crew(self._gang)
         replica = StrandReplica(stepped, self._extras, settings, whole, crew, dht)
         self._share = share = Share(crew, replica, strands_of(settings, replica, made, dht))
@@ -217,8 +215,6 @@ class Follower(ShowsGroups):
             batch_size = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             given = None if closure is None else Closure(closure)
             if given is not None:
-                if self._moves:
-                    refuse_early(self._wrapped, "cluster=")
                 given.evaluate()
             loss = None if given is None else loss_of(given.returned)
         digest = self._whole.digest() if batch_size and not self._compared else b""

@@ -34,7 +34,7 @@ from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
 from shoal.optim.accumulation import Accumulation
-from shoal.optim.closures import Closure, loss_of, needs_closure, refuse_early, takes_closure
+from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
 from shoal.optim.epoch import Epoch
@@ -499,7 +499,8 @@ class Optimizer(ShowsGroups):
             closure: a function that computes the loss and the gradients. `step` calls it first, with gradients enabled.
                 At the end of the epoch, the wrapped optimizer's closure returns the run's loss: the mean over all
                 samples, the same at all peers; it gets None if a peer gave none. With `use_local_updates` or `outer`,
-                the wrapped optimizer gets this closure itself, and may call it several times.
+                the wrapped optimizer gets this closure itself, and may call it several times; but in a cluster, and
+                with `grad_scaler`, one that returns the loss of this step.
             batch_size: the number of samples over which `.grad` is the mean; `batch_size_per_step` when None. With 0,
                 `step` ignores `.grad`, and this peer joins the round if one is due.
             grad_scaler: the scaler of the loss. `step` unscales the gradients, and drops them if they overflowed. Not
@@ -515,8 +516,8 @@ class Optimizer(ShowsGroups):
             ValueError: for arguments that make no sense; if the model's parameters were replaced, converted or moved
                 since the optimizer was made; if a wrapper for several ranks holds them; or if gradients that are
                 accumulated in `.grad` were cleared.
-            ClosureCalledAgain: a RuntimeError, if the wrapped optimizer wants to call its closure again in a step with
-                averaged gradients. Its parameters and state are as before that step.
+            ClosureCalledAgain: a RuntimeError, if the wrapped optimizer wants to call its closure again and can't.
+                Parameters and state are as before that step; in inner steps only if it was the first.
             RuntimeError: if another thread is in this optimizer, or after a `shutdown` of it or of its DHT; with
                 `outer`, if a checkpoint was loaded into the model alone, after the first inner step.
             ClusterError: in a cluster, if a rank is lost or has raised an error.
@@ -550,7 +551,7 @@ class Optimizer(ShowsGroups):
                 self._look()
                 own = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
                 if given is not None:  # before this rank waits for the others, whose closures take as long
-                    self._evaluate(given, "cluster=")
+                    given.evaluate()
                 return own
 
             def act(samples: int) -> None:
@@ -593,22 +594,12 @@ class Optimizer(ShowsGroups):
             self._epoch.advance(batch_size, grad_scaler)
             return None
         if grad_scaler is not None and grad_scaler.is_enabled():
-            self._evaluate(closure, "grad_scaler=")
-        elif not (closure.is_evaluated or (calls_it and takes_closure(type(self.optimizer)))):
+            calls_it = False  # the scaler unscales the gradients, and looks at them, before the step
+        if not closure.is_evaluated and not (calls_it and takes_closure(type(self.optimizer))):
             closure.evaluate()
         self._epoch.advance(batch_size, grad_scaler, closure)
         result: torch.Tensor | None = closure.result()
         return result
-
-    def _evaluate(self, closure: Closure, because: str) -> None:
-        """Call the closure before the step of the wrapped optimizer, because that is necessary.
-
-        Raises:
-            ValueError: if the wrapped optimizer may want to call it itself. Then nothing has changed.
-        """
-        if self._settings.moves_within_epochs:
-            refuse_early(type(self.optimizer), because)
-        closure.evaluate()
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the wrapped optimizer has them: see the guide "Optimizers"."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.optim.closures import Closure
 from shoal.optim.crew import Crew
 from shoal.optim.distributed_checkpoint import StrandCheckpoint
 from shoal.optim.strand_drift import StrandDrift
@@ -34,7 +35,7 @@ class Share:
         self._gradients, self._crew, self._replica = gradients, crew, replica
         self.checkpoint = StrandCheckpoint(replica)
         self._known: dict[str, Callable[..., Any]] = {
-            "accumulate": gradients.accumulate,
+            "accumulate": self._accumulate,
             "reset": gradients.reset,
             "close": gradients.close_here,
             "begin": gradients.begin_rounds,
@@ -78,6 +79,13 @@ class Share:
     def do(self, what: str, given: Sequence[Any]) -> Any:
         """Do what rank 0 has told this rank to do, with the arguments `given`. Errors pass through."""
         return self._known[what](*given)
+
+    def _accumulate(self, batch_size: float, loss: Any = None) -> None:
+        if isinstance(self._gradients, StrandDrift):
+            told = msgspec.convert(loss, Loss | None)
+            self._gradients.accumulate(batch_size, None if told is None else Closure(None, told))
+        else:
+            self._gradients.accumulate(batch_size)
 
     def _average(self, timeout: float) -> bytes:
         try:

@@ -38,13 +38,14 @@ from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
 from shoal.optim import tree
 from shoal.optim.as_saved import load_as_saved
-from shoal.optim.closures import Closure, step_with_loss
+from shoal.optim.closures import Closure
 from shoal.optim.contents import FORM, Contents, Others, device_of, in_flat_memory, options_for, place, place_of
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
+from shoal.optim.loss_steps import LossSteps
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
@@ -582,6 +583,7 @@ class Replica(TrainingState):
         # Held while the state changes, and while it is copied; but not while a local step calls the user's closure.
         self._lock = threading.Condition(threading.Lock())
         self._is_mid_step = False  # whether a local step is at its closure
+        self._steps = LossSteps(optimizer, of_epochs=not settings.use_local_updates)
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
         given = parameters_of(optimizer) if host is None else host.given
@@ -775,7 +777,7 @@ class Replica(TrainingState):
                     if loss is None:
                         self.optimizer.step()
                     else:
-                        step_with_loss(self.optimizer, loss, self.memory)
+                        self._steps.make_with(loss)
             self.options.step_scheduler()
             self._adopt_new_statistics()
             self.tip = tip
@@ -823,21 +825,18 @@ class Replica(TrainingState):
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on.
 
         Args:
-            closure: a closure that the optimizer calls. Meanwhile other threads may have the lock, but newcomers wait
-                for the end of the step.
+            closure: the user's closure, or None. While the optimizer calls it, other threads may have the lock, but
+                newcomers wait for the end of the step.
         """
         with self._lock:
             self.options.enforce()
             self._pick_kernels()
-            if closure is None:
-                self.optimizer.step()
-            else:
-                self._is_mid_step = True
-                try:
-                    closure.step(self.optimizer, self._unlocked)
-                finally:
-                    self._is_mid_step = False
-                    self._lock.notify_all()
+            self._is_mid_step = closure is not None
+            try:
+                self._steps.make(closure, self._unlocked)
+            finally:
+                self._is_mid_step = False
+                self._lock.notify_all()
             self._adopt_new_statistics()
 
     @contextlib.contextmanager

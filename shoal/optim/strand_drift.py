@@ -106,13 +106,13 @@ class StrandDrift(StrandRounds, Drift):
     # -- the methods of `Drift`, at all ranks
 
     def accumulate(self, batch_size: float, closure: Closure | None = None) -> None:
-        """See `Drift`. `batch_size` is the number of samples of the whole cluster, in which no closure is called."""
+        """See `Drift`. `batch_size` is the number of samples of the whole cluster, and `closure` has its loss."""
         if not self.is_quiet:
-            self._crew.tell_quietly("accumulate", batch_size)
+            self._crew.tell_quietly("accumulate", batch_size, None if closure is None else closure.returned)
         with self.quiet():
             if self._pieces.is_ahead:
                 self._pieces.spread(())
-            super().accumulate(batch_size)
+            super().accumulate(batch_size, closure)
             self._is_gathered = False
 
     def begin(self, epoch: int) -> None:

@@ -67,7 +67,7 @@ def test_closures_have_the_loss_of_all_ranks_or_are_refused_at_all(tmp_path: Pat
         assert (epoch, alike, as_before, unmoved) == (3, True, "True", "True")
         assert "Twice calls its closure a second time" in again
         assert again.startswith("ClusterError" if rank else "ClosureCalledAgain")
-        assert "step(closure) with cluster=: Twice would call the closure in its own step" in early
+        assert "with cluster= or grad_scaler=, step has called the closure before" in early
 
 
 def test_finish_applies_the_last_step_everywhere(tmp_path: Path) -> None:

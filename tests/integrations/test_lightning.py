@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.integrations.lightning import SwarmStrategy
 from tests.integrations.tiny import inputs
+from tests.optim.closing import Sam
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
 
@@ -54,8 +55,9 @@ def fit(dht: shoal.DHT, tmp_path: Path) -> Make:
 
     def done(module: Any = None, target: int = 32, data: int = 50, **given: Any) -> tuple[L.Trainer, Any]:
         events: list[Any] = []
+        local = {"use_local_updates": given.pop("use_local_updates", False)}
         strategy = SwarmStrategy(
-            dht=dht, run_id=tmp_path.name, target_batch_size=target, device="cpu", on_event=events.append
+            dht=dht, run_id=tmp_path.name, target_batch_size=target, device="cpu", on_event=events.append, **local
         )
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"max_steps": 5, "accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **quiet, **given}
@@ -65,6 +67,31 @@ def fit(dht: shoal.DHT, tmp_path: Path) -> Make:
         return trainer, events
 
     return done
+
+
+class Evaluates(Module):
+    """Trained with an optimizer that calls its closure several times."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize("make", [Sam, lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3)])
+def test_each_own_step_evaluates_the_loss_as_lightning_alone(
+    fit: Make, make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    ours, plain = Evaluates(make), Evaluates(make)
+    fit(ours, target=16, data=16, max_steps=-1, max_epochs=1, use_local_updates=True)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet)
+    trainer.fit(plain, DataLoader(TensorDataset(inputs(16)), batch_size=4))
+    # The same operations; a sum over a gradient at another address may round otherwise.
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def samples(events: list[Any]) -> list[float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.optim.closures import ClosureCalledAgain
+from shoal.optim.loss_steps import ClosureCalledAgain
 from tests.optim.closing import (
     Base,
     Clears,
@@ -310,8 +310,9 @@ def test_what_goes_wrong_in_a_local_step(alone: Alone, modes: dict[str, Any], ca
         optimizer.step(raising)
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0  # type: ignore[comparison-overlap, arg-type]
     assert "no parameter has a gradient" in caplog.text
-    scaler = shoal.GradScaler("cpu")
-    with pytest.raises(ValueError, match=r"step\(closure\) with grad_scaler=: LBFGS would call the closure in its own"):
+    scaler = shoal.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(1))
+    with pytest.raises(ClosureCalledAgain, match=r"a second time.*with cluster= or grad_scaler=.*are as before"):
         optimizer.step(closure_of(model, optimizer, 0), grad_scaler=scaler)
     assert torch.equal(flat(model), before)
     assert optimizer.tracker.local_progress.samples_accumulated == 0
@@ -319,11 +320,19 @@ def test_what_goes_wrong_in_a_local_step(alone: Alone, modes: dict[str, Any], ca
     assert not torch.equal(flat(model), before)
 
 
-@pytest.mark.parametrize(("make", "modes"), [(torch.optim.SGD, {"use_local_updates": True}), (Reads, {})])
-def test_the_scaler_sees_what_the_closure_leaves(alone: Alone, make: Make, modes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"use_local_updates": True, "target_batch_size": 64},
+        {"outer": shoal.DiLoCo(), "target_batch_size": 65},
+        {"target_batch_size": 64},
+    ],
+    ids=["local updates", "DiLoCo", "epochs"],
+)
+def test_the_scaler_sees_what_the_closure_leaves(alone: Alone, modes: dict[str, Any]) -> None:
     """`step` unscales the gradients, and the loss is what the closure returns."""
     model, scaler = make_model(), shoal.GradScaler("cpu", init_scale=16.0)
-    optimizer = alone(model, target_batch_size=64, batch_size_per_step=64, optimizer=make, **modes)
+    optimizer = alone(model, batch_size_per_step=64, optimizer=Reads, **modes)
     inputs, outputs = fixed_batch(0)
 
     def closure() -> Tensor:
@@ -333,7 +342,7 @@ def test_the_scaler_sees_what_the_closure_leaves(alone: Alone, make: Make, modes
 
     optimizer.step(closure, grad_scaler=scaler)
     # Powers of two are exact; a sum over a gradient may round otherwise.
-    torch.testing.assert_close(flat(model), plainly(make, 1)[0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(flat(model), plainly(Reads, 1)[0], rtol=1e-6, atol=1e-8)
 
 
 # -- several peers
