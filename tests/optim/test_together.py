@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.swarm.protocol.errors import AveragingError
+from shoal.optim import epoch_round
 from tests.optim.conftest import Alone
 from tests.optim.models import BATCH, backward, fixed_batch, flat, make_model
 from tests.optim.test_kinds_of_options import epochs, one_peer, peers, step
@@ -197,16 +197,14 @@ def test_a_newcomer_gets_the_state_and_both_step_alike(rest: Any) -> None:
             assert [group["lr"] for group in late[1].optimizer.param_groups] == [0.01, 0.01]
 
 
-def test_peers_compare_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.swarm.contacts.ALONE_SECONDS", 0.0)
-
-    def meet() -> None:
-        with peers([by_shape(torch.optim.AdamW), by_shape(torch.optim.SGD)]) as made:
-            for model, optimizer in made:
-                step(model, optimizer)
-
-    with pytest.raises(AveragingError, match=r"optimizer is Together\(Muon, .*Together\(Muon, "):
-        meet()
+def test_peers_compare_the_members(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = epoch_round.Terms
+    compared: list[Any] = []
+    monkeypatch.setattr(
+        epoch_round, "Terms", lambda agreed, schema: (compared.append(agreed), terms(agreed, schema))[1]
+    )
+    alone(make_model(), optimizer=by_shape(torch.optim.AdamW), target_batch_size=8)
+    assert compared[0]["optimizer"] == "Together(Muon, AdamW)"
 
 
 def test_a_checkpoint_continues(alone: Alone) -> None:
