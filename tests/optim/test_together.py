@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.optim import epoch_round
 from tests.optim.conftest import Alone
 from tests.optim.models import BATCH, backward, fixed_batch, flat, make_model
 from tests.optim.test_kinds_of_options import epochs, one_peer, peers, step
