@@ -197,11 +197,13 @@ def test_a_newcomer_gets_the_state_and_both_step_alike(rest: Any) -> None:
 
 
 def test_peers_compare_the_members(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    terms = epoch_round.Terms
     compared: list[Any] = []
-    monkeypatch.setattr(
-        epoch_round, "Terms", lambda agreed, schema: (compared.append(agreed), terms(agreed, schema))[1]
-    )
+
+    def recorded(agreed: Any, schema: bytes) -> Terms:
+        compared.append(agreed)
+        return Terms(agreed, schema)
+
+    monkeypatch.setattr("shoal.optim.epoch_round.Terms", recorded)
     alone(make_model(), optimizer=by_shape(torch.optim.AdamW), target_batch_size=8)
     assert compared[0]["optimizer"] == "Together(Muon, AdamW)"
 
