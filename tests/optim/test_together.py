@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.swarm.protocol.messages import Terms
 from tests.optim.conftest import Alone
 from tests.optim.models import BATCH, backward, fixed_batch, flat, make_model
 from tests.optim.test_kinds_of_options import epochs, one_peer, peers, step
