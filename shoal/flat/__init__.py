@@ -22,7 +22,8 @@ from __future__ import annotations
 from shoal.flat._torch import grad_of, version_of
 from shoal.flat.buffer import FlatBuffer
 from shoal.flat.contiguous import ContiguousParams
-from shoal.flat.elementwise import is_per_tensor, needs_sparse_gradients
+from shoal.flat.elementwise import is_per_tensor, needs_all_parameters, needs_sparse_gradients
+from shoal.flat.equal import are_equal
 from shoal.flat.flat_parameter import FlatParameter
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
@@ -60,6 +61,7 @@ __all__ = [
     "Watch",
     "after_loading",
     "after_saving",
+    "are_equal",
     "are_neutral",
     "before_loading",
     "before_saving",
@@ -71,6 +73,7 @@ __all__ = [
     "living_modules",
     "members_of",
     "names_of_members",
+    "needs_all_parameters",
     "needs_sparse_gradients",
     "neutral",
     "neutral_modes",

@@ -72,6 +72,28 @@ _WHOLE_TENSORS: Final = {
     "sgdp": "it projects by the norm of each layer",
 }
 
+_STEP_SIZE: Final = "it computes one step size from all parameters"
+_NORM: Final = "it goes by the norm of all gradients"
+_ALL_PARAMETERS: Final = {
+    "prodigy": _STEP_SIZE,
+    "dadaptadagrad": _STEP_SIZE,
+    "dadaptadam": _STEP_SIZE,
+    "dadaptadan": _STEP_SIZE,
+    "dadaptlion": _STEP_SIZE,
+    "dadaptsgd": _STEP_SIZE,
+    "adai": _STEP_SIZE,
+    "adams": _STEP_SIZE,
+    "alig": _STEP_SIZE,
+    "avagrad": _STEP_SIZE,
+    "sam": _NORM,
+    "gsam": _NORM,
+    "wsam": _NORM,
+    "bsam": _NORM,
+    "looksam": _NORM,
+    "friendlysam": _NORM,
+}
+"""By name, as above: classes that gave other numbers when two optimizers had half of the parameters each."""
+
 PER_ELEMENT: Final = frozenset(
     {
         "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum",
@@ -131,6 +153,12 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
             "by warnings.filterwarnings",
             stacklevel=2,
         )
+
+
+def needs_all_parameters(kind: type[optim.Optimizer]) -> str:
+    """Why a class can't be divided between optimizers of a part of the parameters each; "" if it is not known."""
+    names = (base.__name__.lower().replace("_", "") for base in kind.__mro__)
+    return next((_ALL_PARAMETERS[name] for name in names if name in _ALL_PARAMETERS), "")
 
 
 @cache

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from shoal.flat.elementwise import is_per_tensor
 from shoal.flat.flat_parameter import FlatParameter, Member
 from shoal.flat.memory_views import own_storage
+from shoal.flat.together import members_of
 
 State = dict[str, Any]
 
@@ -28,7 +29,8 @@ def use_parts(optimizer: Optimizer) -> None:
     Raises:
         ValueError: for state that is neither.
     """
-    _move_to_parts(optimizer.state)
+    for member in members_of(optimizer):
+        _move_to_parts(member.state)
     for group in optimizer.param_groups:  # in place, because LBFGS and wrappers of optimizers hold the lists
         group["params"][:] = _leaves(group["params"])
 
@@ -37,7 +39,7 @@ def original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """The result of `optimizer.state_dict()` if it had been given the parameters themselves, in memory of its own."""
     _refuse_lbfgs(optimizer)
     packed = optimizer.state_dict()
-    state: dict[int, State] = {}
+    state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     number = 0
     for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
@@ -58,6 +60,7 @@ def original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
                     values["step"] = step.cpu()
         groups.append(options | {"params": list(range(number, number + len(originals)))})
         number += len(originals)
+    state |= copy.deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     return {"state": state, "param_groups": groups}
 
 
@@ -83,7 +86,8 @@ def load_original_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]
     kinds = [[_kind(member, states[id(member.parameter)]) for member in flat.members] for flat in flats]
     for flat, kinds_of_members in zip(flats, kinds, strict=True):
         flat.split_by(kinds_of_members)
-    packed_state: dict[int, State] = {}
+    keys = {key for group in saved_groups for key in group["params"]}
+    packed_state: dict[Any, Any] = copy.deepcopy({k: v for k, v in state_dict["state"].items() if k not in keys})
     packed_groups = []
     number = 0
     for group, saved_group in zip(groups, saved_groups, strict=True):

@@ -57,7 +57,7 @@ class BoundTorch(BoundOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for index in state_dict["state"]:
-            if index not in range(len(self.params)):
+            if type(index) is int and index not in range(len(self.params)):  # others are of no parameter
                 raise ValueError(f"the state dict has state for parameter {index} of {len(self.params)}")
         options = {**self.options, **self._checked(state_dict["options"])}
         group = {**options, "params": list(range(len(self.params)))}

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
-from shoal.flat import OwnGroups, ShowsGroups, after_loading, after_saving, before_loading, before_saving, neutral
+from shoal.flat import (
+    OwnGroups,
+    ShowsGroups,
+    after_loading,
+    after_saving,
+    are_equal,
+    before_loading,
+    before_saving,
+    neutral,
+)
 from shoal.functional import functional_optim_map, refuse_functional_form
 from shoal.remote import worker
 from shoal.remote.calls import call_all
@@ -184,20 +193,30 @@ class DistributedOptimizer(ShowsGroups):
 
         Raises:
             RemoteOptimizerError: if a worker failed.
+            ValueError: if the class keeps something that is of no parameter, and that is not equal everywhere.
         """
         before_saving(self)
         calls = {name: (worker.state, (remote,)) for name, remote in self._remotes.items()}
         answers = call_all(f"gathering the state of {self._name}", calls)
         state: dict[int, dict[str, Any]] = {}
+        of_none: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         start = 0
         for number, (group, places) in enumerate(zip(self.param_groups, self._places, strict=True)):
             for name, owned in places.items():
-                state.update({start + owned[index]: entry for index, entry in answers[name][number].items()})
+                for key, entry in answers[name][number].items():
+                    if type(key) is int:
+                        state[start + owned[key]] = entry
+                    elif not are_equal(of_none.setdefault(key, entry), entry):
+                        raise ValueError(
+                            f"{self._name} keeps {key!r}, which is of no parameter, and it is {of_none[key]!r:.40} for "
+                            f"some parameters and {entry!r:.40} for those of group {number} on {name}: one state dict "
+                            "can't hold both. Choose a class that keeps the same for all"
+                        )
             stop = start + len(group["params"])
             groups.append({**group, "params": list(range(start, stop))})
             start = stop
-        return after_saving(self, {"state": dict(sorted(state.items())), "param_groups": groups})
+        return after_saving(self, {"state": dict(sorted(state.items())) | of_none, "param_groups": groups})
 
     @neutral
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -223,13 +242,15 @@ class DistributedOptimizer(ShowsGroups):
             {**mine, **saved, "params": mine["params"]}
             for mine, saved in zip(self.param_groups, _completed(self._recipe.optimizer_class, groups), strict=True)
         ]
-        states: dict[str, dict[int, dict[int, Any]]] = {name: {} for name in self._remotes}
+        states: dict[str, dict[int, dict[Any, Any]]] = {name: {} for name in self._remotes}
+        saved_state, known = state_dict["state"], {key for group in groups for key in group["params"]}
+        of_none = {key: value for key, value in saved_state.items() if key not in known and type(key) is not int}
         for number, (saved, places) in enumerate(zip(groups, self._places, strict=True)):
             for name, owned in places.items():
                 keys = {index: saved["params"][place] for index, place in enumerate(owned)}
-                states[name][number] = {
-                    index: state_dict["state"][key] for index, key in keys.items() if key in state_dict["state"]
-                }
+                states[name][number] = {index: saved_state[key] for index, key in keys.items() if key in saved_state}
+                if self._recipe.functional is None:  # functional ones have no other state
+                    states[name][number] |= of_none
         call_all(
             f"loading the state of {self._name}",
             {

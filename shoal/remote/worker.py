@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,15 +121,17 @@ class WorkerOptimizer:
                     self._applied[number] = chosen
                 self._groups[number].step(gradients[number])
 
-    def state(self) -> dict[int, dict[int, dict[str, Any]]]:
-        """A copy of the state, by group, then by the parameter's place among this worker's, then by name."""
+    def state(self) -> dict[int, dict[Any, Any]]:
+        """A copy of the state, by group, then by the parameter's place among this worker's. State of no parameter has
+        the key that it has in the optimizer.
+        """
         with self._locks:
             states = {number: group.state_dict()["state"] for number, group in self._groups.items()}
             return {
                 number: {place: _copied(entry) for place, entry in state.items()} for number, state in states.items()
             }
 
-    def load(self, states: Mapping[int, dict[int, dict[str, Any]]], options: Mapping[int, Options]) -> None:
+    def load(self, states: Mapping[int, dict[Any, Any]], options: Mapping[int, Options]) -> None:
         """The inverse of :meth:`state`, with the options to use from now on. Parameters without an entry start
         afresh.
         """
@@ -156,15 +159,13 @@ def step(remote: rpc.RRef[WorkerOptimizer], context_id: int, options: dict[int, 
     remote.local_value().step(context_id, options)
 
 
-def state(remote: rpc.RRef[WorkerOptimizer]) -> dict[int, dict[int, dict[str, Any]]]:
+def state(remote: rpc.RRef[WorkerOptimizer]) -> dict[int, dict[Any, Any]]:
     """Called by a trainer: `WorkerOptimizer.state`."""
     optimizer: WorkerOptimizer = remote.local_value()
     return optimizer.state()
 
 
-def load(
-    remote: rpc.RRef[WorkerOptimizer], states: dict[int, dict[int, dict[str, Any]]], options: dict[int, Options]
-) -> None:
+def load(remote: rpc.RRef[WorkerOptimizer], states: dict[int, dict[Any, Any]], options: dict[int, Options]) -> None:
     """Called by a trainer: `WorkerOptimizer.load`."""
     remote.local_value().load(states, options)
 
@@ -182,5 +183,7 @@ def _same(some: Options, others: Options) -> bool:
     return some == others if not any(isinstance(value, Tensor) for value in some.values()) else False
 
 
-def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
+def _copied(entry: Any) -> Any:
+    if isinstance(entry, Mapping):
+        return {name: _copied(value) for name, value in entry.items()}
+    return entry.clone() if isinstance(entry, Tensor) else copy.deepcopy(entry)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
-from shoal.flat import needs_sparse_gradients
+from shoal.flat import members_of, needs_all_parameters, needs_sparse_gradients
 from shoal.functional import refuse_functional_form
 
 Partition = Literal["auto", "elements", "parameters"]
+Partitions = Partition | Sequence[Partition]
+"""One for all groups, or one for each."""
 
 
 def checked(params: Any) -> list[Any]:
@@ -75,14 +78,34 @@ def checked_gradients(optimizer_class: Any, dense: Mapping[str, bool]) -> None:
         )
 
 
-def may_cut(partition: Partition, element_wise: bool, world_size: int) -> bool:
-    """Whether shares may begin and end inside a parameter.
+_told: set[str] = set()
+"""The classes of which a warning was given."""
+
+
+def warn_of_division(optimizer: Optimizer, world_size: int) -> None:
+    """Warns once about a class whose step computes something from all parameters, which are divided over ranks."""
+    for kind in map(type, members_of(optimizer)):
+        why = needs_all_parameters(kind) if world_size > 1 else ""
+        if why and kind.__name__ not in _told:
+            _told.add(kind.__name__)
+            warnings.warn(
+                f"{kind.__name__} needs all parameters: {why}, and here each rank would compute it from its share "
+                f"alone. Use {kind.__name__} itself, on all ranks, after DDP has reduced gradients; or another class",
+                stacklevel=2,
+            )
+
+
+def may_cut(partition: Partitions, groups: int, *, element_wise: bool, world_size: int) -> list[bool]:
+    """For each of some groups, whether shares may begin and end inside a parameter.
 
     Raises:
-        ValueError: if ``partition`` is none of the three names.
+        ValueError: if ``partition`` is none of the three names, and no list of them for all groups.
     """
-    if partition == "auto":
-        return element_wise and world_size > 1
-    if partition not in ("elements", "parameters"):
-        raise ValueError(f"partition is 'auto', 'elements' or 'parameters', got {partition!r}")
-    return partition == "elements"
+    each = [partition] * groups if isinstance(partition, str) else list(partition)
+    if len(each) != groups:
+        raise ValueError(
+            f"partition has {len(each)} entries, and there are {groups} parameter groups: give one for each"
+        )
+    if wrong := [name for name in each if name not in ("auto", "elements", "parameters")]:
+        raise ValueError(f"partition is 'auto', 'elements' or 'parameters', got {wrong[0]!r}")
+    return [name == "elements" or (name == "auto" and element_wise and world_size > 1) for name in each]

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shoal.flat import bytes_of
+from shoal.flat import are_equal, bytes_of
 from shoal.sharding.communication import Communication, Finish, chunks_of, run_in_window
 from shoal.sharding.flat_views import flat_like, shaped_like
 from shoal.sharding.shard import Piece, Shard
@@ -25,7 +25,7 @@ MAX_DESCRIPTION: Final = 2**30
 def give(communication: Communication, shard: Shard, to: int) -> None:
     """Sends this rank's state to rank ``to``: first a description as JSON, then the tensors one by one."""
     tensors: list[Tensor] = []
-    content = json.dumps([_describe(piece, shard, tensors) for piece in shard.all_pieces]).encode()
+    content = json.dumps(_described(shard, tensors)).encode()
     description = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     communication.send_all(torch.tensor([len(content)], device="cpu"), to)
     communication.send_all(description, to)
@@ -33,24 +33,26 @@ def give(communication: Communication, shard: Shard, to: int) -> None:
         communication.send_all(tensor.detach().reshape(-1), to)
 
 
-def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """The state of all parameters, on the CPU, in the format of torch.optim's state dict. The other ranks call
-    :func:`give`.
+def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]) -> dict[Any, Any]:
+    """The state of all parameters, and of no parameter, on the CPU, in the format of torch.optim's state dict. The
+    other ranks call :func:`give`.
 
     Chunks of all ranks are processed in turn, this rank's own among them: it copies its own chunks while others are on
     their way.
+
+    Raises:
+        ValueError: if state of no parameter is not equal on all ranks that have it.
     """
     own: list[Tensor] = []
     described = [
-        [_describe(piece, shard, own) for piece in shard.all_pieces]
-        if rank == communication.rank
-        else _receive_description(communication, rank)
+        _described(shard, own) if rank == communication.rank else _receive_description(communication, rank)
         for rank in range(communication.ranks)
     ]
     state: dict[int, dict[str, Any]] = {}
     flats: dict[tuple[int, str], Tensor] = {}
     targets: list[list[Tensor]] = [[] for _ in described]
-    for pieces, coming in zip(described, targets, strict=True):
+    of_none: list[dict[Any, Any]] = []
+    for (pieces, others), coming in zip(described, targets, strict=True):
 
         def receive(dtype: torch.dtype, shape: tuple[int, ...], coming: list[Tensor] = coming) -> Tensor:
             target = torch.empty(shape, dtype=dtype, device="cpu")
@@ -70,6 +72,7 @@ def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]
                     )
                     of_param[name] = shaped_like(flats[number, name], param)
                 coming.append(flats[number, name][start:stop])
+        of_none.append({decode(key, receive): decode(value, receive) for key, value in others})
     turns = zip_longest(
         *(
             _copying(coming, own) if rank == communication.rank else _receiving(coming, communication, rank)
@@ -77,7 +80,7 @@ def collect(communication: Communication, shard: Shard, params: Sequence[Tensor]
         )
     )
     run_in_window(start for turn in turns for start in turn if start is not None)
-    return {number: state[number] for number in sorted(state) if state[number]}
+    return {number: state[number] for number in sorted(state) if state[number]} | _agreed(of_none)
 
 
 def _receive_description(communication: Communication, rank: int) -> Any:
@@ -105,6 +108,33 @@ def _copying(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[C
     for target, source in zip(targets, sources, strict=True):
         for chunk, there in zip(chunks_of(target), chunks_of(source.detach().reshape(-1)), strict=True):
             yield partial(start, chunk, there)
+
+
+def _described(shard: Shard, tensors: list[Tensor]) -> list[Any]:
+    """The state of this rank: that of each slice, see `_describe`, and that of no parameter."""
+    pieces = [_describe(piece, shard, tensors) for piece in shard.all_pieces]
+    return [pieces, [[encode(key, tensors), encode(value, tensors)] for key, value in shard.of_none.items()]]
+
+
+def _agreed(of_ranks: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    """The state of no parameter, which is one for all ranks.
+
+    Raises:
+        ValueError: with the key of a value that is not.
+    """
+    agreed: dict[Any, Any] = {}
+    first: dict[Any, int] = {}
+    for rank, own in enumerate(of_ranks):
+        for key, value in own.items():
+            if key not in agreed:
+                agreed[key], first[key] = value, rank
+            elif not are_equal(agreed[key], value):
+                raise ValueError(
+                    f"the optimizer's state {key!r}, which is of no parameter, is {agreed[key]!r:.40} on rank "
+                    f"{first[key]} and {value!r:.40} on rank {rank}: one state dict can't hold both. Choose a class "
+                    "that keeps the same on all ranks, or save the state_dict() of each rank by itself"
+                )
+    return agreed
 
 
 def _describe(piece: Piece, shard: Shard, tensors: list[Tensor]) -> list[Any]:

@@ -31,7 +31,6 @@ class Parameters:
 
     Args:
         ranks: number of ranks.
-        cut: whether shares may begin and end inside a parameter.
         flat_buffers: move each bucket into memory of its own, so that a rank's share of it is one contiguous stretch.
 
     Attributes:
@@ -40,18 +39,22 @@ class Parameters:
         loads: the bytes of parameters that each rank owns.
     """
 
-    def __init__(self, ranks: int, *, cut: bool, flat_buffers: bool) -> None:
+    def __init__(self, ranks: int, *, flat_buffers: bool) -> None:
         self.params: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self.loads = [0] * ranks
-        self._cut = cut
         self._sizes: list[Size] = []
         self._flat_buffers: list[FlatBuffer] | None = [] if flat_buffers else None
         self._views: list[dict[int, Tensor]] = []  # of each flat buffer, by parameter
         self._parcels: list[list[Parcel]] = []
 
-    def add(self, groups: Sequence[Sequence[Tensor]], rank: int) -> list[list[Slice]]:
+    def add(self, groups: Sequence[Sequence[Tensor]], rank: int, cut: Sequence[bool]) -> list[list[Slice]]:
         """Divides the parameters of new groups over the ranks. Earlier parameters keep their owners.
+
+        Args:
+            groups: the parameters of each group.
+            rank: this rank.
+            cut: for each group, whether shares may begin and end inside a parameter.
 
         Returns:
             The slices of ``rank``, group by group, in the order of parameters.
@@ -75,29 +78,30 @@ class Parameters:
         numbered = [[next(numbers) for _ in group] for group in groups]
         self._sizes += [Size(p.numel(), p.itemsize, (p.dtype, p.device, p.requires_grad)) for p in new]
         self.params += new
-        buckets = self._divide(numbered)
+        buckets = self._divide(numbered, cut)
         self.buckets += buckets
         for bucket in buckets:
             self._lay_out(bucket)
         owned = sorted((part for bucket in buckets for part in bucket.shares[rank]), key=lambda part: part.tensor)
         return [[part for part in owned if part.tensor in set(group)] for group in numbered]
 
-    def _divide(self, groups: Sequence[Sequence[int]]) -> list[Bucket]:
-        numbers = [number for group in groups for number in group]
-        if self._cut:
-            return [
-                Bucket(params, cut_evenly(self._sizes, params, self.loads))
-                for params in buckets_of(self._sizes, numbers)
-            ]
+    def _divide(self, groups: Sequence[Sequence[int]], cut: Sequence[bool]) -> list[Bucket]:
+        """Whole parameters first: the others even the loads out."""
+        whole = [group for group, is_cut in zip(groups, cut, strict=True) if not is_cut]
         owners: dict[int, int] = {}
-        for group in groups:
+        for group in whole:
             owners |= deal_greedily(self._sizes, group, self.loads)
         buckets = []
-        for params in buckets_of(self._sizes, numbers):
+        for params in buckets_of(self._sizes, [number for group in whole for number in group]):
             # Sorted by owner, so that each share is one stretch of a flat buffer.
             params = tuple(sorted(params, key=lambda number: owners[number]))
             buckets.append(Bucket(params, whole_shares(self._sizes, params, owners, len(self.loads))))
-        return buckets
+        others = [number for group, is_cut in zip(groups, cut, strict=True) if is_cut for number in group]
+        for params in buckets_of(self._sizes, others):
+            buckets.append(Bucket(params, cut_evenly(self._sizes, params, self.loads)))
+        if not (whole and others):
+            return buckets
+        return sorted(buckets, key=lambda bucket: max(bucket.params), reverse=True)  # as backward finishes them
 
     def _lay_out(self, bucket: Bucket) -> None:
         itemsize = self._sizes[bucket.params[0]].itemsize

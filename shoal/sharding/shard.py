@@ -234,9 +234,16 @@ class Shard:
             state[MASTER] = piece.local.detach()
         return state
 
-    def load(self, states: Sequence[Sequence[dict[str, Any]]], groups: Groups) -> None:
-        """Replaces the state of every slice, in the order of ``pieces``, and the options of every group."""
-        state: dict[int, dict[str, Any]] = {}
+    @property
+    def of_none(self) -> dict[Any, Any]:
+        """The optimizer's state that belongs to no parameter, such as a count of steps."""
+        return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
+
+    def load(self, states: Sequence[Sequence[dict[str, Any]]], of_none: dict[Any, Any], groups: Groups) -> None:
+        """Replaces the state of every slice, in the order of ``pieces``, the state of no parameter, and the options of
+        every group.
+        """
+        state: dict[Any, Any] = dict(of_none)
         packed = []
         number = 0
         with torch.no_grad():

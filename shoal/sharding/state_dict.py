@@ -41,8 +41,10 @@ def is_per_element(name: str, value: Any, piece: Piece) -> bool:
     return value.dim() > 0 and value.shape == piece.local.shape
 
 
-def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]:
-    """The state of this rank's slices in the format of a state dict, with `ShardedState` where a parameter is cut."""
+def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[Any, Any]:
+    """The state of this rank's slices in the format of a state dict, with `ShardedState` where a parameter is cut, and
+    this rank's state of no parameter.
+    """
     # Checkpoints need an entry for every trained parameter, on every rank.
     state: dict[int, dict[str, Any]] = {n: {} for n, param in enumerate(params) if param.requires_grad}
     for piece in shard.all_pieces:
@@ -56,13 +58,14 @@ def sharded(shard: Shard, params: Sequence[Tensor]) -> dict[int, dict[str, Any]]
             }
         if entries:
             state[piece.part.tensor] = entries
-    return dict(sorted(state.items()))
+    return dict(sorted(state.items())) | shard.of_none
 
 
 def read(
     state_dict: StateDict, groups: Sequence[dict[str, Any]], pieces: Sequence[Sequence[Piece]], *, element_wise: bool
-) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """The state that each slice takes from ``state_dict``, as copies, and the options of each group. Changes nothing.
+) -> tuple[list[list[dict[str, Any]]], dict[Any, Any], list[dict[str, Any]]]:
+    """The state that each slice takes from ``state_dict``, as copies, that of no parameter, and the options of each
+    group. Changes nothing.
 
     Args:
         state_dict: from Shoal's or torch's ``ZeroRedundancyOptimizer``, or from the plain optimizer.
@@ -85,7 +88,7 @@ def read(
                 f"{len(ours['params'])} in this optimizer"
             )
     keys = list(chain.from_iterable(group["params"] for group in saved_groups))
-    if unknown := set(saved_state) - set(keys):
+    if unknown := {key for key in saved_state if type(key) is int} - set(keys):
         raise ValueError(f"the state dict has state of {sorted(map(str, unknown))[:3]}, which are in no group")
     params = list(chain.from_iterable(group["params"] for group in groups))
     if element_wise:
@@ -93,7 +96,8 @@ def read(
             _check_shapes(key, param, saved_state.get(key) or {})
     states = [[_slice_state(piece, saved_state.get(keys[piece.part.tensor])) for piece in own] for own in pieces]
     options = [{name: value for name, value in group.items() if name != "params"} for group in saved_groups]
-    return states, options
+    of_none = copy.deepcopy({key: value for key, value in saved_state.items() if key not in set(keys)})
+    return states, of_none, options
 
 
 def _check_shapes(key: Any, param: Tensor, state: dict[str, Any]) -> None:

@@ -12,9 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from shoal.flat import OwnGroups, after_loading, after_saving, before_loading, before_saving, neutral, users_modes
+from shoal.flat import (
+    OwnGroups,
+    Together,
+    after_loading,
+    after_saving,
+    before_loading,
+    before_saving,
+    names_of_members,
+    neutral,
+    users_modes,
+)
 from shoal.sharding import consolidation
-from shoal.sharding.arguments import Partition, checked, checked_class, checked_gradients, may_cut
+from shoal.sharding.arguments import Partitions, checked, checked_class, checked_gradients, may_cut, warn_of_division
 from shoal.sharding.communication import Communication
 from shoal.sharding.cut import is_cut, of_share
 from shoal.sharding.element_wise import is_element_wise
@@ -57,7 +67,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             parameters, the largest first, each to the rank that has the fewest bytes so far. ``"auto"`` (the default):
             ``"elements"`` for classes of torch.optim that are element-wise and for classes with an attribute
             ``element_wise = True``, else ``"parameters"``. A subclass of an element-wise class may do anything in its
-            step, so it gets ``"parameters"``.
+            step, so it gets ``"parameters"``. A list has one of these for each parameter group, for an
+            ``optimizer_class`` that makes a `shoal.Together`: its matrices whole, the rest in spans.
         reduce_scatter: let this optimizer reduce gradients, to their owners only, while backward runs. Use it with the
             bare model, in place of DDP. A step then sends 2 times the parameters' size per rank instead of 3 times, and
             gradients take the memory of one share. ``param.grad`` is None after backward, and gradients must be clipped
@@ -99,7 +110,7 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        partition: Partition = "auto",
+        partition: Partitions = "auto",
         reduce_scatter: bool = False,
         buffers_of: nn.Module | None = None,
         offload: bool = False,
@@ -111,7 +122,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         dense = {"reduce_scatter": reduce_scatter, "overlap_with_ddp": overlap_with_ddp}
         checked_gradients(optimizer_class, {**dense, "partition='elements'": partition == "elements"})
         self._built = False
-        Optimizer.__init__(self, given, defaults)
+        # Without the defaults: the constructor of the class may compute the options of the groups from them.
+        Optimizer.__init__(self, given, {})
         Joinable.__init__(self)
         group = process_group if process_group is not None else dist.group.WORLD
         if group is None:
@@ -127,15 +139,12 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         devices: list[torch.device] = [param.device for entry in self.param_groups for param in entry["params"]]
         self._default_device = devices[0]
         self._element_wise = is_element_wise(optimizer_class)
+        cuts = self._cuts(partition, len(self.param_groups))
         self._sharded = ShardedStep(
             self,
             Communication(group, self._default_device),
             Failures(group, self.rank),
-            Parameters(
-                self.world_size,
-                cut=may_cut(partition, self._element_wise, self.world_size),
-                flat_buffers=parameters_as_bucket_view,
-            ),
+            Parameters(self.world_size, flat_buffers=parameters_as_bucket_view),
             Shard(optimizer_class, defaults, alias=overlap_with_ddp, offload=offload, master_weights=master_weights),
         )
         self._gradients: GradientSource = (
@@ -148,7 +157,9 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             raise ValueError("reduce_scatter reduces gradients in the place of DDP: leave out overlap_with_ddp")
         if buffers_of is not None and not reduce_scatter:
             raise ValueError("without reduce_scatter it is DDP that synchronises buffers: leave out buffers_of")
-        self._add_to_shard(self.param_groups)
+        self._partition = partition
+        self._add_to_shard(self.param_groups, cuts)
+        warn_of_division(self.optim, self.world_size)
         self.defaults = {**defaults, **self.optim.defaults}  # OneCycleLR reads momentum here
         self._built = True
 
@@ -169,10 +180,13 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         """The local optimizer, over this rank's slices."""
         return self._sharded.shard.optimizer
 
-    def _add_to_shard(self, groups: list[dict[str, Any]]) -> None:
+    def _cuts(self, partition: Partitions, groups: int) -> list[bool]:
+        return may_cut(partition, groups, element_wise=self._element_wise, world_size=self.world_size)
+
+    def _add_to_shard(self, groups: list[dict[str, Any]], cuts: list[bool]) -> None:
         params = [group["params"] for group in groups]
         parameters = self._sharded.parameters
-        slices = parameters.add(params, self.rank)
+        slices = parameters.add(params, self.rank, cuts)
         with self._sharded.failures.named("making ZeroRedundancyOptimizer"):
             self._gradients.watch(params)
         self._sharded.shard.add(groups, slices, parameters.params)
@@ -191,12 +205,19 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             param_group: a dictionary with ``params`` and the options that differ from the defaults, as in torch.optim.
 
         Raises:
-            ValueError: if a parameter is unfit, as for the constructor, or is in another group already.
+            ValueError: if a parameter is unfit, as for the constructor, or is in another group already; or if the
+                groups are fixed, by a list as ``partition`` or by a `shoal.Together`.
             RuntimeError: if a rank was lost. The message names it.
         """
+        if self._built and (isinstance(self.optim, Together) or not isinstance(self._partition, str)):
+            raise ValueError(
+                f"a group more would have no entry in partition, or be of no member of {names_of_members(self.optim)}: "
+                "give all groups when making the ZeroRedundancyOptimizer"
+            )
         super().add_param_group(param_group)
         if self._built:
-            self._add_to_shard(self.param_groups[-1:])
+            assert isinstance(self._partition, str)
+            self._add_to_shard(self.param_groups[-1:], self._cuts(self._partition, 1))
 
     # --- stepping ----------------------------------------------------------------------------------
 
@@ -358,7 +379,8 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
             to: the target, as a rank of the process group. Its `state_dict` is whole until the next step. Default: 0.
 
         Raises:
-            ValueError: if there is no such rank.
+            ValueError: if there is no such rank. At the target, also if the optimizer's state has something that is of
+                no parameter, and not equal on all ranks.
             TypeError: if the optimizer's state holds anything but tensors, numbers, strings, None, and lists, tuples
                 and dictionaries of these.
             RuntimeError: if a rank was lost. The message names it.
@@ -389,9 +411,11 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         """
         state_dict = before_loading(self, state_dict)
         own = self._sharded
-        states, options = read(state_dict, self.param_groups, own.shard.pieces, element_wise=self._element_wise)
+        states, of_none, options = read(
+            state_dict, self.param_groups, own.shard.pieces, element_wise=self._element_wise
+        )
         own.consolidated = None
-        own.shard.load(states, options)
+        own.shard.load(states, of_none, options)
         own.show_options()
         after_loading(self)
 

@@ -43,6 +43,7 @@ def main() -> None:
             "params": {"params": None},
             "delayed": {"delay_grad_averaging": True},
             "norms": {"optimizer": lambda p: torch.optim.Adafactor(p)},
+            "together": {"optimizer": lambda p: shoal.Together(torch.optim.SGD(p, lr=0.1))},
         }
         for name, differing in given.items():
             arguments = {"cluster": shoal.Cluster(), "params": nn.Linear(2, 1).parameters(), **MADE, **differing}

@@ -22,6 +22,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     assert "strands=0: give a whole number from 1" in found.pop("strands")
     assert "does not go together with delay_grad_averaging yet: give strands=1" in found.pop("delayed")
     assert "not known of Adafactor that it treats each element alike" in found.pop("norms")
+    assert "the optimizer is a Together(SGD), which steps whole ones: give shoal.Cluster(st" in found.pop("together")
     assert "give a process group or a device mesh" in found.pop("group")
     assert "cluster='all': give a shoal.Cluster" in found.pop("cluster")
     assert "cluster=… does not go together with reuse_grad_buffers=True" in found.pop("reuse")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+import shoal
 from shoal.flat import ContiguousParams
 from tests.flat.test_contiguous_missing_gradients import four_layers, some_layers
 from tests.flat.twins import Twins, small_model
@@ -293,3 +294,56 @@ def test_a_step_that_is_a_number_of_numpy_is_loaded(number: Any) -> None:
         optimizer.step()
     assert_close(twins[:2], twins[2:])
     assert float(flat.original_state_dict(ours)["state"][1]["step"]) == 4
+
+
+class Counting(optim.SGD):
+    """State of no parameter, on which its step depends, as MADGRAD has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        state: dict[Any, Any] = self.state
+        state["k"] = state.get("k", torch.tensor(0)) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / float(state["k"]))
+
+
+def together(params: list[Tensor]) -> shoal.Together:
+    return shoal.Together(Counting(params[:1], lr=0.1), optim.AdamW(params[1:], foreach=False))
+
+
+@pytest.mark.filterwarnings("ignore:Counting is not known to be element-wise")
+@pytest.mark.parametrize("make", [lambda params: Counting(params, lr=0.1), together], ids=["alone", "together"])
+def test_state_of_no_parameter_goes_both_ways(make: Any) -> None:
+    def trained(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
+        for number in range(3):
+            model.zero_grad()
+            model[0](torch.full((4, 6), 1.0 + number)).square().mean().backward()
+            if number:  # the second layer has a gradient in some steps only
+                model[1](torch.full((4, 8), 1.0)).square().mean().backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    def model_of(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8)])
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(layer.parameters())} for layer in model.children()]
+
+    plain, ours, later = model_of(), model_of(), model_of()
+    optimizer = make(groups(plain))
+    contiguous = ContiguousParams(groups(ours))
+    flat = make(contiguous.contiguous())
+    assert torch.equal(trained(ours, flat), trained(plain, optimizer))
+    state = saved(contiguous.original_state_dict(flat))
+    assert_same(state["state"], optimizer.state_dict()["state"])
+    assert any(key in state["state"] for key in ("k", (0, "k")))
+    later.load_state_dict(ours.state_dict())
+    fresh = ContiguousParams(groups(later))
+    again = make(fresh.contiguous())
+    fresh.load_original_state_dict(again, state)
+    expected = trained(plain, optimizer)
+    assert torch.equal(trained(later, again), expected)
+    assert torch.equal(trained(ours, flat), expected)

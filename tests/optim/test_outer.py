@@ -583,22 +583,6 @@ def test_a_framework_clips_each_inner_step() -> None:
     assert terms.clips_locally
 
 
-@pytest.mark.parametrize("outer", [None, shoal.DiLoCo()])
-def test_an_offloaded_optimizer_has_the_parameters_in_the_given_order(
-    alone: Alone, outer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)  # as on a device
-
-    def regrouped(params: Any) -> torch.optim.Optimizer:
-        given = list(params)
-        given = given[0]["params"] if isinstance(given[0], dict) else given
-        groups = [[p for p in given if p.dim() < 2], [p for p in given if p.dim() > 1]]
-        return torch.optim.SGD([{"params": group} for group in groups], lr=RATE)
-
-    with pytest.raises(ValueError, match="in another order"):
-        make(alone, make_model(), optimizer=regrouped, offload_optimizer=True, outer=outer, target_batch_size=64)
-
-
 STEPS_ON_ANY_PROCESSOR = """
 import random, torch
 from blake3 import blake3

@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05},
     "RMSprop": {"lr": 0.01},
     "Plain": {"lr": 0.05, "momentum": 0.9},
+    "Counting": {"lr": 0.05},
 }
 
 
@@ -29,8 +30,21 @@ class Plain(torch.optim.SGD):
     """A class that has no functional form."""
 
 
+class Counting(torch.optim.SGD):
+    """A class with state of no parameter, on which its step depends, as MADGRAD has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        state: dict[Any, Any] = self.state
+        state["k"] = state.get("k", torch.tensor(0)) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / float(state["k"]))
+
+
 def optimizer_class(name: str) -> Any:
-    return Plain if name == "Plain" else getattr(torch.optim, name)
+    return {"Plain": Plain, "Counting": Counting}.get(name) or getattr(torch.optim, name)
 
 
 def grouped(given: list[Any]) -> list[dict[str, Any]]:
@@ -141,6 +155,19 @@ def comes_from_an_older_torch(name: str) -> None:
 @pytest.mark.parametrize("name", OLDER)
 def test_it_goes_on_from_a_state_of_an_older_torch(trainer, name) -> None:
     trainer(comes_from_an_older_torch, name)
+
+
+def refuses_counts_that_differ() -> None:
+    tables = make_tables()
+    optimizer = DistributedOptimizer(Counting, params(tables), lr=0.1)
+    step(optimizer, tables)
+    step(optimizer, tables[:1])  # the other worker has no gradient, and makes no step
+    with pytest.raises(ValueError, match=r"Counting\) keeps 'k', which is of no parameter, and it is tensor\(2\) for"):
+        optimizer.state_dict()
+
+
+def test_state_of_no_parameter_that_differs_is_refused_by_its_name(trainer) -> None:
+    trainer(refuses_counts_that_differ)
 
 
 def refuses_what_does_not_fit() -> None:

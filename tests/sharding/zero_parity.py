@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import product
 from typing import Any
 
@@ -38,6 +39,74 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adafactor, {}),
     (shoal.QHM, {"lr": 0.1, "momentum": 0.9, "nu": 0.7}),
 ]
+
+
+def _together(groups: Any) -> torch.optim.Optimizer:
+    return shoal.Together(torch.optim.Muon(groups[:1], lr=0.02), torch.optim.AdamW(groups[1:], lr=0.01, fused=True))
+
+
+def check_several_optimizers_with_matrices_whole_and_the_rest_in_spans() -> None:
+    def groups(network: nn.Module) -> list[dict[str, Any]]:
+        params = list(network.parameters())
+        return [{"params": [p for p in params if p.ndim == 2]}, {"params": [p for p in params if p.ndim != 2]}]
+
+    plain, ours, later = copies(3)
+    optimizer: Any = _together(groups(plain))
+    _train(DDP(plain), optimizer)
+    zero: Any = shoal.ZeroRedundancyOptimizer(groups(ours), _together, partition=["parameters", "elements"])
+    _train(DDP(ours), zero)
+    assert_equal(ours.parameters(), plain.parameters())
+    assert [group["lr"] for group in zero.param_groups] == [0.02, 0.01]
+    pieces = zero.sharded_step.shard.pieces
+    assert all(piece.whole for piece in pieces[0])
+    owned = torch.tensor([sum(len(piece.part.span) for piece in group) for group in pieces])
+    load = torch.tensor(zero.sharded_step.parameters.loads)
+    dist.all_reduce(owned)
+    assert owned.tolist() == [sum(p.numel() for p in group["params"]) for group in groups(plain)]
+    assert load.max() - load.min() <= 64 or load.max() == 300 * 7 * 4  # even, as far as whole matrices let it be
+    with pytest.raises(ValueError, match="give all groups when making the ZeroRedundancyOptimizer"):
+        zero.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    zero.consolidate_state_dict()
+    box = [zero.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    assert_states_equal(box[0], optimizer.state_dict())
+    again: Any = shoal.ZeroRedundancyOptimizer(groups(later), _together, partition=["parameters", "elements"])
+    later.load_state_dict(ours.state_dict())
+    again.load_state_dict(box[0])
+    _train(DDP(later), again)
+    _train(DDP(plain), optimizer)
+    assert_equal(later.parameters(), plain.parameters())
+    with pytest.raises(ValueError, match="partition has 1 entries, and there are 2 parameter groups"):
+        shoal.ZeroRedundancyOptimizer(groups(copies(1)[0]), _together, partition=["elements"])
+
+
+class _Third(torch.optim.SGD):
+    """Computes its options from its arguments, as GrokFastAdamW does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr / 3)
+
+
+def check_options_are_those_that_the_constructor_computes() -> None:
+    (ours,) = copies(1)
+    params = list(ours.parameters())
+    zero: Any = shoal.ZeroRedundancyOptimizer(
+        [{"params": params[:1]}, {"params": params[1:2], "lr": 0.5}], _Third, lr=0.3
+    )
+    zero.add_param_group({"params": params[2:]})
+    for optimizer in (zero, zero.optim):
+        assert [group["lr"] for group in optimizer.param_groups] == [0.3 / 3, 0.5, 0.3 / 3]
+
+
+def check_one_step_size_for_all_parameters_is_told() -> None:
+    prodigy = type("Prodigy", (torch.optim.SGD,), {})
+    (ours,) = copies(1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            shoal.ZeroRedundancyOptimizer(ours.parameters(), prodigy, lr=0.1)
+    said = [str(one.message) for one in told if "Prodigy needs all parameters" in str(one.message)]
+    assert len(said) == (dist.get_world_size() > 1)
 
 
 def check_parity_to_the_bit() -> None:

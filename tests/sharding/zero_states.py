@@ -68,6 +68,43 @@ def check_load_from_the_plain_optimizer_and_from_torch_zero_and_back() -> None:
     assert_equal(ours.parameters(), plain.parameters())
 
 
+class Counting(torch.optim.SGD):
+    """SGD with state without a parameter, on which its step depends, as MADGRAD has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        state: dict[Any, Any] = self.state
+        state["k"] = state.get("k", torch.tensor(0)) + 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] / float(state["k"]))
+
+
+def check_state_of_no_parameter() -> None:
+    ours, plain, later = copies(3)
+    zero: Any = shoal.ZeroRedundancyOptimizer(ours.parameters(), Counting, lr=0.1)
+    optimizer = Counting(plain.parameters(), lr=0.1)
+    trained(ours, zero)
+    trained(plain, optimizer)
+    assert zero.state_dict()["state"]["k"] == 2
+    saved = on_all_ranks(zero)
+    assert saved["state"] == optimizer.state_dict()["state"] == {"k": torch.tensor(2)}
+    again: Any = shoal.ZeroRedundancyOptimizer(later.parameters(), Counting, lr=0.1)
+    later.load_state_dict(ours.state_dict())
+    again.load_state_dict(saved)
+    trained(later, again, 3)
+    optimizer.load_state_dict(saved)
+    trained(plain, optimizer, 3)
+    assert_equal(later.parameters(), plain.parameters())
+    again.optim.state["k"] += dist.get_rank()
+    target = dist.get_world_size() - 1
+    if dist.get_rank() == target > 0:
+        with pytest.raises(ValueError, match=r"state 'k', which is of no parameter, is tensor\(5\) on rank 0 and "):
+            again.consolidate_state_dict(to=target)
+    else:
+        again.consolidate_state_dict(to=target)
+
+
 def check_it_is_not_copied() -> None:
     (ours,) = copies(1)
     for options in ({}, {"reduce_scatter": True}, {"parameters_as_bucket_view": True}):
