@@ -55,6 +55,7 @@ class Told(logging.Handler):
 def listening() -> Iterator[Told]:
     told, log = Told(), logging.getLogger("shoal")
     log.addHandler(told)
+    log.setLevel(logging.INFO)
     log.propagate = False
     before = warnings.showwarning
 
@@ -321,7 +322,7 @@ def newcomer(entry: Entry, told: Told) -> Outcome:
     telling = [line for line in told.warnings if _tells(line)]
     if telling:
         return Outcome(Kind.REFUSED if not both else Kind.WORD, f"{telling[0]} ({found})")
-    why = [line for _, _, line in told.lines if "ownload" in line]
+    why = [line for _, _, line in told.lines if "epoch" not in line[:6]]
     return Outcome(Kind.WRONG, "; ".join([found, *said, *why]))
 
 
