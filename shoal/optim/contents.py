@@ -111,7 +111,7 @@ def _without_class(option: Any) -> Any:
 
 def in_flat_memory(held: Sequence[tuple[int, Any, Any]]) -> list[tuple[int, str, Tensor]]:
     """Those of (parameter, name, value) that flat memory can hold, sorted by name: tensors that share their memory with
-    no other, of dtypes that flat memory has."""
+    no other, of dtypes that flat memory has, and whose elements lie in order."""
     able = [
         one
         for one in held
@@ -119,9 +119,20 @@ def in_flat_memory(held: Sequence[tuple[int, Any, Any]]) -> list[tuple[int, str,
         and type(one[2]) is Tensor
         and one[2].layout is torch.strided
         and tree.carrier(one[2].dtype) is one[2].dtype
+        and _lies_in_order(one[2])
     ]
     memories = Counter(tree.memory_of(value) for _, _, value in able)
     return sorted((one for one in able if memories[tree.memory_of(one[2])] == 1), key=lambda one: (one[1], one[0]))
+
+
+def _lies_in_order(tensor: Tensor) -> bool:
+    """Whether the elements lie in order, or as those of a parameter in channels_last before it moved to flat memory; or
+    whether one element stands for all. A matrix that lies otherwise, as some that torch.linalg makes, is computed with
+    in another order, and so with other rounding, if it moves there."""
+    if tensor.is_contiguous() or not any(tensor.stride()):
+        return True
+    as_channels = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return as_channels is not None and tensor.is_contiguous(memory_format=as_channels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,17 @@ class Drift:
         for model, host in zip(self._model, self._on_host, strict=False):
             host.grad = None if model.grad is None else model.grad.to("cpu")
 
+    @contextlib.contextmanager
+    def of_inner(self) -> Iterator[None]:
+        """Within, the parameters of the inner optimizer are the model's. Afterwards the model has those."""
+        if self._on_host:
+            self._take_to_host()
+        yield
+        for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
+            model.copy_(host)
+        if self._memory is not None and self._is_in_memory:
+            self._watch.keep(self._memory.flat)
+
     def _take_to_host(self) -> None:
         memory = self._memory if self._is_in_memory else None
         is_stale = self._is_stale or memory is None or self._watch.is_written(memory.flat)  # by the user

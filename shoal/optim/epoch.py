@@ -364,7 +364,8 @@ class Epoch:
         """Whether the round of this epoch is called, and nothing keeps this peer from it."""
         swarm, is_accumulating = self._run.swarm, self.state is EpochState.ACCUMULATING
         is_called = swarm.called and swarm.tip == self._replica.tip == self._counted_from
-        return is_accumulating and is_called and not self.is_behind and not self._rests and self._forks.due() is None
+        rests = self._rests or self._replica.is_in_eval
+        return is_accumulating and is_called and not self.is_behind and not rests and self._forks.due() is None
 
     @property
     def needs_trainer(self) -> bool:

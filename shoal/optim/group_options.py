@@ -90,6 +90,7 @@ class GroupOptions:
                     self._holders.setdefault(name, []).append(index)
         self._first = {name: self._column(name) for name in self._holders}
         self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
+        self._found_own: set[str] = set()  # this peer's alone, because `train` or `eval` has changed them
         self._told: set[str] = set()  # the options for which a warning was logged
         self._watched = scheduler is None
         self._epoch = self._changes = 0
@@ -113,13 +114,19 @@ class GroupOptions:
     @contextlib.contextmanager
     def finding_own(self) -> Iterator[None]:
         """The options that change within this context are this peer's alone from now on, for example whether a
-        schedule-free optimizer trains: they are not compared, and no round sets them."""
+        schedule-free optimizer trains: they are not compared, and no round sets them. Newcomers get what `record` and
+        `record_own` have seen last."""
         before = {name: self._column(name) for name in self._holders}
         yield
         for name in [name for name, values in before.items() if not _are_equal(self._column(name), values)]:
             del self._holders[name]
             self._left_out |= {name}
-        self.record()
+            self._found_own.add(name)
+
+    def record_own(self) -> None:
+        """From now on, give newcomers the present values of the options that `finding_own` has found."""
+        for group, recorded in zip(self._optimizer.param_groups, self.at_tip, strict=True):
+            recorded.update({name: _copied(group[name]) for name in self._found_own if name in group})
 
     def enforce(self) -> None:
         """Put back the values of `scheduler=` where other code has overwritten them."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, Str
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
+from shoal.optim.eval_mode import Mode
 from shoal.optim.follower import Follower
 from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
@@ -602,18 +603,19 @@ class Optimizer(ShowsGroups):
         return result
 
     def __getattr__(self, name: str) -> Any:
-        """`train` and `eval`, if the wrapped optimizer has them: see the guide "Optimizers"."""
-        modes: dict[str, Literal["train", "eval"]] = {"train": "train", "eval": "eval"}
-        if name in modes and "_replica" in self.__dict__ and hasattr(self._replica.wrapped, name):
+        """`train` and `eval`, if the wrapped optimizer has them: see the guide "Schedule-free optimizers"."""
+        modes: dict[str, Mode] = {"train": "train", "eval": "eval"}
+        if name in modes and "_replica" in self.__dict__ and callable(getattr(self._replica.wrapped, name, None)):
             return functools.partial(self._to_mode, modes[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _to_mode(self, mode: Literal["train", "eval"]) -> None:
+    def _to_mode(self, mode: Mode) -> None:
         with self._in_trainer(mode):
             if self._speaker is not None:
                 raise ValueError(f"{mode}() of an optimizer is not for a cluster: its ranks have no such call")
             self._epoch.settle()
-            self._replica.to_mode(mode)
+            if self._replica.to_mode(mode):
+                self._epoch.continue_from(lambda: None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `.grad`, as torch does. The gradients that `step` has accumulated stay.
@@ -670,7 +672,8 @@ class Optimizer(ShowsGroups):
 
         def load() -> bool:
             self._check_dht()
-            return self._epoch.load_state(SECONDS.check("timeout", timeout))
+            with self._replica.in_train_mode():
+                return self._epoch.load_state(SECONDS.check("timeout", timeout))
 
         with self._in_trainer("load_state_from_peers"):
             return self._lead("load_state_from_peers", load)
@@ -698,7 +701,8 @@ class Optimizer(ShowsGroups):
 
         def load() -> None:
             self._check_dht()
-            self._epoch.load_kept(path)
+            with self._replica.in_train_mode():
+                self._epoch.load_kept(path)
 
         if isinstance(self._replica, StrandReplica):
             raise ValueError("load_kept_state: a cluster whose ranks carry strands keeps no states, and loads none")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -31,16 +31,15 @@ from shoal.flat import (
     before_loading,
     bytes_of,
     pick_kernels,
-    users_modes,
     without_hooks,
 )
 from shoal.flat.allocation import memory_for
-from shoal.interrupts import users_handlers
 from shoal.optim import tree
 from shoal.optim.as_saved import load_as_saved
 from shoal.optim.closures import Closure
 from shoal.optim.contents import FORM, Contents, Others, device_of, in_flat_memory, options_for, place, place_of
 from shoal.optim.drift import Drift
+from shoal.optim.eval_mode import EvalMode, Mode
 from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
@@ -60,6 +59,7 @@ from shoal.transfer.transfer import Downloaded, NoMemoryForState
 log = logging.getLogger(__name__)
 
 OWN_FORM = "optimizer"  # under "shoal" of a state dict: the optimizer's own one, if it has another form than torch's
+IN_EVAL = "in_eval"  # there, too: whether the wrapped optimizer was in eval mode
 OTHERS = "\0others"  # the kind of the tensors of the tree: no statistic has that name
 TENSORS_OF_ADAM = 3  # the parameters and two moments
 SCALARS_BYTES = 1 << 16  # of a small state: options, counts of steps
@@ -303,6 +303,7 @@ class TrainingState:
         averaged: Collection[str] = (),
         groups: Groups | None = None,
         part: Part | None = None,
+        values: Sequence[Tensor] | None = None,
     ) -> Snapshot:
         """Copy the state, or a part of it, for a newcomer.
 
@@ -313,6 +314,7 @@ class TrainingState:
                 them equal again.
             groups: the options of the parameter groups; by default those that the groups hold now.
             part: the part to copy; all of the state when None.
+            values: the values of the parameters, if the parameters have others now.
 
         Raises:
             ValueError: if the optimizer holds something that is not plain data, or if the compression has no codec for
@@ -327,6 +329,8 @@ class TrainingState:
         encoded_tree = contents.encoded(tensors, names_of(self.optimizer, part.parameters))
         others = [tensor.detach().view(tree.carrier(tensor.dtype)) for tensor in tensors[count:]]
         dense = [tensor.detach() for tensor in [*tensors[:count], *others, *part.extras]]
+        if values is not None:
+            dense[: len(values)] = [value.detach() for value in values]
         memory = FlatBuffer(Layout.of(dense).on("cpu"), recycled=True)
         memory.copy_from(dense)
         scalars = Scalars(
@@ -579,7 +583,6 @@ class Replica(TrainingState):
         self._loads: Loads | None = None
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
-        self._in_train: list[Tensor] | None = None  # in the optimizer's eval mode: its parameters of train mode
         # Held while the state changes, and while it is copied; but not while a local step calls the user's closure.
         self._lock = threading.Condition(threading.Lock())
         self._is_mid_step = False  # whether a local step is at its closure
@@ -610,6 +613,7 @@ class Replica(TrainingState):
         unspecified = [TensorRole.UNSPECIFIED] * len(extras)
         self.buffers = SharedTensors(lambda: extras, Layout.of(extras), compression, unspecified)
         self.tip, self.state_digest = Tip.genesis(settings.run_id), self.digest()
+        self._eval = EvalMode(lambda: self.wrapped, self.options)
         if what := self.why_it_cannot_travel(at_start=True):
             raise ValueError(f"{what}: peers that join the run could not have it. {AS_OBJECT}")
 
@@ -793,33 +797,48 @@ class Replica(TrainingState):
     @property
     def is_in_eval(self) -> bool:
         """Whether the model has the parameters of the wrapped optimizer's eval mode."""
-        return self._in_train is not None
+        return self._eval.is_on
 
-    @torch.no_grad()
-    def to_mode(self, mode: Literal["train", "eval"]) -> None:
-        """Call the wrapped optimizer's own `train` or `eval`, which change its parameters, as those of schedule-free
-        optimizers do. In eval mode newcomers and the digest have what train mode has, and afterwards the parameters are
-        what they were, to the bit.
+    def to_mode(self, mode: Mode) -> bool:
+        """Call the wrapped optimizer's own `train` or `eval`, see `EvalMode`. They change the model's parameters.
+
+        Returns:
+            Whether this is another state now.
 
         Raises:
-            MemoryError: if there is no memory for a copy.
+            MemoryError: if there is no memory for a copy of the parameters.
+            RuntimeError: as `refuse_load`.
         """
-        own = parameters_of(self.wrapped)
-        with self._lock:
-            if mode == "eval" and self._in_train is None:
-                with memory_for("a copy of the parameters of train mode", MemoryError):
-                    if self.drift is None:
-                        self._made = self._copy_now()
-                    self._in_train = [parameter.detach().clone() for parameter in own]
-            finding = contextlib.nullcontext() if self.drift is not None else self.options.finding_own()
-            with finding, users_handlers(), users_modes():
-                getattr(self.wrapped, mode)()
-            if mode == "train" and self._in_train is not None:
-                for parameter, kept in zip(own, self._in_train, strict=True):
-                    parameter.copy_(kept)
-                self._in_train = self._made = None
+        self.refuse_load()
+        if not self.is_in_eval:
+            self.take_over()
+        before = self.tip
+        with self._lock, contextlib.nullcontext() if self.drift is None else self.drift.of_inner():
+            if mode == "eval":
+                self._eval.begin()
+            elif self._eval.end() and self.drift is None:
+                self._is_rewritten()
             if self.drift is None:
                 self.publish()
+        return self.tip != before
+
+    @contextlib.contextmanager
+    def in_train_mode(self) -> Iterator[None]:
+        """Within, the wrapped optimizer is in train mode. Afterwards it is in the mode in which it was."""
+        was_in_eval = self.is_in_eval
+        if was_in_eval:
+            self.to_mode("train")
+        try:
+            yield
+        finally:
+            if was_in_eval:
+                self.to_mode("eval")
+
+    def _is_rewritten(self) -> None:
+        """The parameters are others now. After the first step, that makes them another state."""
+        before, self.state_digest = self.state_digest, self.digest()
+        if self.tip.epoch and self.state_digest != before:
+            self.tip = self.tip.rewritten(self.state_digest)
 
     def step_locally(self, closure: Closure | None = None) -> None:
         """Make the local optimizer's step with this peer's own `.grad` and options; the epoch goes on.
@@ -911,7 +930,19 @@ class Replica(TrainingState):
 
     def _copy_now(self) -> Snapshot:
         compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
-        return self.snapshot(self.tip, compression, averaged, self.options.at_tip)
+        return self.snapshot(self.tip, compression, averaged, self.options.at_tip, values=self._values_in_train())
+
+    def _values_in_train(self) -> list[Tensor] | None:
+        """The values of the parameters in train mode; None if they have these values now.
+
+        Raises:
+            Rewritten: if this peer is in eval mode, in which its optimizer has another state, too.
+        """
+        if self.drift is not None or not self._eval.is_on:
+            return None
+        if self._eval.changes_state:
+            raise Rewritten("eval() of this peer's optimizer has changed its state: ask after train()")
+        return self._eval.in_train(self.parameters)
 
     def _digest_of(self, snapshot: Snapshot) -> bytes | None:
         """The digest of a snapshot of the whole state, in which the parameters come first; None if they are on several
@@ -936,7 +967,9 @@ class Replica(TrainingState):
             ValueError: if the optimizer holds something that is not plain data.
         """
         with self._lock:
-            return Kept(self.snapshot(self.tip, NoCompression(), (), self.options.at_tip), self.line.lineages)
+            values = self._values_in_train()
+            copied = self.snapshot(self.tip, NoCompression(), (), self.options.at_tip, values=values)
+            return Kept(copied, self.line.lineages)
 
     @property
     def nbytes(self) -> int:
@@ -1019,7 +1052,7 @@ class Replica(TrainingState):
         if own:
             state = {"state": {}, "param_groups": []}
         state["state"] = {**state["state"], "local_epoch": self.tip.epoch}
-        state["shoal"] = self.names() | own
+        state["shoal"] = self.names() | own | ({IN_EVAL: True} if self.is_in_eval else {})
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
         if drift is not None:
@@ -1034,7 +1067,7 @@ class Replica(TrainingState):
         are not those of the tip, the tip changes, and the state that had it outranks this one. A dict of hivemind
         has an epoch and nothing else of this class. It counts as `target_batch_size` samples for each epoch.
         """
-        given = copy.deepcopy(state_dict)
+        given = tree.copy_of(state_dict)
         epoch = given["state"].pop("local_epoch", None) if has_torchs_form(given) else None
         ours = given.pop("shoal", {})
         given = ours.get(OWN_FORM, given)
@@ -1043,6 +1076,7 @@ class Replica(TrainingState):
         if self.drift is None and has_torchs_form(given):
             check_options(given["param_groups"])
         with self._lock:
+            self._eval.forget()
             self.placement.take_over()
             if self.drift is None:
                 load_as_saved(self.optimizer, given)
@@ -1054,12 +1088,29 @@ class Replica(TrainingState):
             self.adopt_statistics()
             if self._host is not None and self.drift is None:
                 self._host.copy(self._host.memory, self.memory)
+            in_eval = self._leave_eval() if ours.get(IN_EVAL) is True else None
             if tip is not None:
                 self.take_names(tip, ours)
             self.settle_load()
             before, self.state_digest = self.state_digest, self.digest()
             if tip is None and self.tip.epoch and self.state_digest != before:
                 self.tip = self.tip.rewritten(self.state_digest)
+            if in_eval is not None:
+                self._return_to_eval(in_eval)
+
+    @torch.no_grad()
+    def _leave_eval(self) -> list[Tensor]:
+        """The state that was loaded is of eval mode: go to train mode. Returns the parameters of eval mode."""
+        loaded = [parameter.detach().clone() for parameter in parameters_of(self.wrapped)]
+        self._eval.end()
+        return loaded
+
+    @torch.no_grad()
+    def _return_to_eval(self, loaded: Sequence[Tensor]) -> None:
+        """Go back, with the parameters that were loaded: the way there and back has rounded."""
+        self._eval.begin()
+        for parameter, value in zip(parameters_of(self.wrapped), loaded, strict=True):
+            parameter.copy_(value)
 
     def settle_load(self) -> None:
         """What was loaded into the model belongs to the state now."""

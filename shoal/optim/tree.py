@@ -15,6 +15,7 @@ place. A tensor of a class of its own, such as a quantized one, travels as the t
 
 from __future__ import annotations
 
+import copy
 import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -338,6 +339,26 @@ def kinds_of_tensors(made: object) -> list[type[Tensor]]:
     return list(dict.fromkeys(found))
 
 
+def copy_of(value: Any) -> Any:
+    """A deep copy of a value. Some of the classes of tensors that are taken apart can't be cloned, so these are copied
+    part by part."""
+    return copy.deepcopy(value, {id(tensor): _copy_of_parts(tensor) for tensor in _wrapped_in(value)})
+
+
+def _copy_of_parts(tensor: Any) -> Any:
+    parts, rest, *_ = _parts_of(tensor)
+    return type(tensor).__tensor_unflatten__(copy_of(parts), rest, tensor.shape, tensor.stride())
+
+
+def _wrapped_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if is_taken_apart(type(value)):
+            yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _wrapped_in(item)
+
+
 def _parts_of(tensor: Any) -> tuple[Any, ...]:
     names, rest = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, rest, tuple(tensor.shape), tensor.dtype
@@ -627,19 +648,19 @@ class _Decoder:
         if type(values) is not dict or not all(isinstance(value, Tensor) for value in values.values()):
             raise ValueError(f"a {name} consists of something other than tensors")
         try:
-            made = kind.__tensor_unflatten__(
-                values, rest, torch.Size(map(_natural, shape)), tuple(map(_natural, stride))
-            )
+            outer = torch.Size(map(_natural, shape)), tuple(map(_natural, stride))
+            made = kind.__tensor_unflatten__(values, rest, *outer)
             names, again = made.__tensor_flatten__()
             parts_again = {name: getattr(made, name) for name in names}
-        except Exception as error:
+        except Exception as error:  # whatever a class raises about what anybody may have sent
             raise ValueError(f"a {name} can't be made of what it should consist of: {error}") from error
         described = list(made.shape), list(made.stride()), _name(made.dtype)
         if type(made) is not kind or described != (shape, stride, dtype):
             raise ValueError(f"a {name} of {dtype} and of shape {shape!r:.60} has become another one")
         if again != rest or difference(parts_again, values) is not None:
             raise ValueError(f"a {name} does not consist of what it was made of")
-        return made
+        wrapped: Tensor = made
+        return wrapped
 
     def _int(self, node: list[Any], mine: Any, depth: int) -> int:
         (data,) = node

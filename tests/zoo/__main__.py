@@ -28,9 +28,7 @@ from tests.zoo.table import counts, table, write
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.zoo", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="BEGINNING", help="the classes, by their first letters"
-    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="BEGINNING", help="the classes, by how they begin")
     parser.add_argument("--worlds", nargs="+", default=ALL_WORLDS, choices=ALL_WORLDS)
     parser.add_argument("--jobs", type=int, default=3, help="the number of cases at a time")
     parser.add_argument("--results", type=Path, default=Path("runs/optimizers.jsonl"), help="the file of the outcomes")
@@ -64,11 +62,8 @@ def main() -> int:
             file.write(json.dumps({"name": entry.name, "world": world} | outcome.to_wire()) + "\n")
             file.flush()
             if outcome.kind not in (Kind.EQUAL, Kind.CLOSE) or sys.stderr.isatty():
-                took = time.monotonic() - began
-                what = f"{outcome.kind.value} {outcome.why[:300]}"
-                print(
-                    f"[{number}/{len(cases)}, {took:.0f} s] {world} {entry.name}: {what}", file=sys.stderr, flush=True
-                )
+                place = f"[{number}/{len(cases)}, {time.monotonic() - began:.0f} s] {world} {entry.name}"
+                print(f"{place}: {outcome.kind.value} {outcome.why[:300]}", file=sys.stderr, flush=True)
     names = [one.name for one in chosen]
     shown = {case: outcome for case, outcome in found.items() if case[0] in names and case[1] in given.worlds}
     block = f"{counts(shown, given.worlds)}\n\n{table(shown, names, given.worlds)}"

@@ -29,12 +29,12 @@ from tests.zoo.worlds import (
     Told,
     compared,
     differ,
-    file_of,
     is_random,
     listening,
     must_work,
     of_error,
     read_from,
+    written,
     zero,
 )
 
@@ -45,7 +45,8 @@ _FORK = get_context("fork")
 
 def run(cases: Sequence[tuple[Entry, str]], jobs: int) -> Iterator[tuple[Entry, str, Outcome]]:
     """Run cases, `jobs` at a time, and yield each with its outcome when it has ended."""
-    waiting, running = list(reversed(cases)), []
+    waiting = list(reversed(cases))
+    running: list[_Case] = []
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -176,7 +177,7 @@ def _in_rank(entry: Entry, rank: int, store: str, answer: Connection) -> None:
     )
     with listening() as told:
         try:
-            result: Any = (file_of(zero(entry, rank)), told.warnings)
+            result: Any = (written(zero(entry, rank)), told.warnings)
         except Exception as error:  # noqa: BLE001
             result = of_error(error, moved=False)
             if result.kind is Kind.WRONG and told.warnings:

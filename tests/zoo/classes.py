@@ -79,6 +79,10 @@ def entries() -> list[Entry]:
     return found
 
 
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 # Torch's own kernels round in other ways on flat memory than on single tensors. The plain loop does not.
 _PLAIN = {"foreach": False, "fused": False}
 
@@ -93,9 +97,12 @@ def _accepted(make: Callable[..., Any], options: dict[str, Any]) -> dict[str, An
     return {name: value for name, value in options.items() if name in known}
 
 
+_TORCHS = _names("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD")
+
+
 def _torch() -> Iterator[Entry]:
     of = torch.optim
-    for name in ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]:
+    for name in _TORCHS:
         make = getattr(of, name)
         options = {"lr": 0.01} | _accepted(make, _PLAIN) | ({"momentum": 0.9} if name == "SGD" else {})
         yield Entry(f"torch.{name}", make, options)
@@ -105,119 +112,18 @@ def _torch() -> Iterator[Entry]:
     yield Entry("torch.Muon", of.Muon, {"lr": 0.01}, needs=Needs.MATRICES)
 
 
-_WITHOUT_RATE = ["Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan", "DAdaptLion", "DAdaptAdaGrad", "AdamG"]
-_POS_OWN = [
-    "A2Grad",
-    "ADOPT",
-    "APOLLO",
-    "AccSGD",
-    "AdEMAMix",
-    "AdaBelief",
-    "AdaBound",
-    "AdaDelta",
-    "AdaFactor",
-    "AdaGC",
-    "AdaHessian",
-    "AdaMax",
-    "AdaMod",
-    "AdaNorm",
-    "AdaPNM",
-    "AdaShift",
-    "AdaSmooth",
-    "AdaTAM",
-    "Adai",
-    "Adalite",
-    "AdamC",
-    "AdamG",
-    "AdamMini",
-    "AdamP",
-    "AdamS",
-    "AdamWSN",
-    "Adan",
-    "AggMo",
-    "Aida",
-    "Alice",
-    "Amos",
-    "Ano",
-    "ApolloDQN",
-    "AvaGrad",
-    "BCOS",
-    "CAME",
-    "Conda",
-    "DASH",
-    "DAdaptAdaGrad",
-    "DAdaptAdam",
-    "DAdaptAdan",
-    "DAdaptLion",
-    "DAdaptSGD",
-    "DiffGrad",
-    "DualAdam",
-    "EXAdam",
-    "EmoFact",
-    "EmoLynx",
-    "EmoNavi",
-    "FAdam",
-    "FOCUS",
-    "FTRL",
-    "Fira",
-    "Fromage",
-    "GaLore",
-    "Grams",
-    "Gravity",
-    "GrokFastAdamW",
-    "Kate",
-    "Kron",
-    "LARS",
-    "LaProp",
-    "Lamb",
-    "Lion",
-    "LoRARite",
-    "MADGRAD",
-    "MARS",
-    "MSVAG",
-    "Magma",
-    "Nero",
-    "NovoGrad",
-    "PAdam",
-    "PID",
-    "PNM",
-    "Prodigy",
-    "QHAdam",
-    "QHM",
-    "RACS",
-    "ROSE",
-    "Ranger",
-    "SGDP",
-    "SGDSaI",
-    "SGDW",
-    "SM3",
-    "SOAP",
-    "SPAM",
-    "SPlus",
-    "SRMM",
-    "SWATS",
-    "SaRA",
-    "ScalableShampoo",
-    "ScheduleFreeAdamW",
-    "ScheduleFreeRAdam",
-    "ScheduleFreeSGD",
-    "Shampoo",
-    "SignSGD",
-    "SimplifiedAdEMAMix",
-    "SophiaH",
-    "SpectralSphere",
-    "StableAdamW",
-    "StableSPAM",
-    "TAM",
-    "Tiger",
-    "VSGD",
-    "Yogi",
-    "Ranger21",
-    "SCION",
-    "SCIONLight",
-    "FlashAdamW",
-]
-_POS_MUONS = ["Muon", "AdaMuon", "AdaGO", "NorMuon", "MuonClip"]
+_WITHOUT_RATE = _names("Prodigy DAdaptAdam DAdaptSGD DAdaptAdan DAdaptLion DAdaptAdaGrad AdamG")
+_POS_OWN = _names("""
+    A2Grad ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaFactor AdaGC AdaHessian AdaMax AdaMod AdaNorm
+    AdaPNM AdaShift AdaSmooth AdaTAM Adai Adalite AdamC AdamG AdamMini AdamP AdamS AdamWSN Adan AggMo Aida Alice Amos
+    Ano ApolloDQN AvaGrad BCOS CAME Conda DASH DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD DiffGrad
+    DualAdam EXAdam EmoFact EmoLynx EmoNavi FAdam FOCUS FTRL Fira Fromage GaLore Grams Gravity GrokFastAdamW Kate Kron
+    LARS LaProp Lamb Lion LoRARite MADGRAD MARS MSVAG Magma Nero NovoGrad PAdam PID PNM Prodigy QHAdam QHM RACS ROSE
+    Ranger SGDP SGDSaI SGDW SM3 SOAP SPAM SPlus SRMM SWATS SaRA ScalableShampoo ScheduleFreeAdamW ScheduleFreeRAdam
+    ScheduleFreeSGD Shampoo SignSGD SimplifiedAdEMAMix SophiaH SpectralSphere StableAdamW StableSPAM TAM Tiger VSGD Yogi
+    Ranger21 SCION SCIONLight FlashAdamW
+""")
+_POS_MUONS = _names("Muon AdaMuon AdaGO NorMuon MuonClip")
 
 
 def _pytorch_optimizer() -> Iterator[Entry]:
@@ -306,37 +212,11 @@ def _small_packages() -> Iterator[Entry]:
     yield Entry("muon_fsdp2.Muon", _of_two_kinds(import_module("muon_fsdp2").Muon), note=note)
 
 
-_HEAVYBALLS = [
-    "AdamW",
-    "SGD",
-    "RMSprop",
-    "NAdam",
-    "ADOPT",
-    "LaProp",
-    "Muon",
-    "MuonAdamW",
-    "MuonLaProp",
-    "SOAP",
-    "SOLP",
-    "KLSOAP",
-    "SFAdamW",
-    "PSGDKron",
-    "PSGDPRO",
-    "PSGDLRA",
-    "OrthoLaProp",
-    "LaPropOrtho",
-    "SignLaProp",
-    "Scion",
-    "AdEMAMix",
-    "AdamC",
-    "UnscaledAdamW",
-    "SUDSAdamW",
-    "HeavySOAP",
-    "MSAMLaProp",
-    "HyperBallAdamW",
-    "LATHER",
-    "QSGD",
-]
+_HEAVYBALLS = _names("""
+    AdamW SGD RMSprop NAdam ADOPT LaProp Muon MuonAdamW MuonLaProp SOAP SOLP KLSOAP SFAdamW PSGDKron PSGDPRO PSGDLRA
+    OrthoLaProp LaPropOrtho SignLaProp Scion AdEMAMix AdamC UnscaledAdamW SUDSAdamW HeavySOAP MSAMLaProp HyperBallAdamW
+    LATHER QSGD
+""")
 
 
 def _heavyball() -> Iterator[Entry]:
@@ -357,21 +237,14 @@ def _torchao() -> Iterator[Entry]:
     )
 
 
+_BITSANDBYTES = _names("""
+    AdamW AdamW8bit Lion8bit SGD8bit LAMB LARS AdEMAMix AdEMAMix8bit Adagrad8bit RMSprop PagedAdamW
+""")
+
+
 def _bitsandbytes() -> Iterator[Entry]:
     bnb = import_module("bitsandbytes.optim")
-    for name in [
-        "AdamW",
-        "AdamW8bit",
-        "Lion8bit",
-        "SGD8bit",
-        "LAMB",
-        "LARS",
-        "AdEMAMix",
-        "AdEMAMix8bit",
-        "Adagrad8bit",
-        "RMSprop",
-        "PagedAdamW",
-    ]:
+    for name in _BITSANDBYTES:
         make, options = getattr(bnb, name), {"lr": 1e-2}
         if name in ("SGD8bit", "LARS"):
             options["momentum"] = 0.9

@@ -14,7 +14,7 @@ class Kind(Enum):
     CLOSE = "1e-6"
     WORD = "a word"  # it works, and Shoal says what is different
     REFUSED = "refused"  # by Shoal's own words, before a parameter has changed
-    NONE = "–"  # it does not work without Shoal either
+    NONE = "-"  # it does not work without Shoal either
     WRONG = "WRONG"  # other numbers in silence, a crash, a flood of log lines, a hang
 
 

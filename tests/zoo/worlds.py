@@ -55,6 +55,7 @@ class Told(logging.Handler):
 def listening() -> Iterator[Told]:
     told, log = Told(), logging.getLogger("shoal")
     log.addHandler(told)
+    log.setLevel(logging.INFO)
     log.propagate = False
     before = warnings.showwarning
 
@@ -62,7 +63,7 @@ def listening() -> Iterator[Told]:
         if "/shoal/" in filename or "Shoal" in str(message) or "shoal." in str(message):
             told.lines.append((logging.WARNING, str(message), str(message)))
 
-    warnings.showwarning = show
+    warnings.showwarning = show  # type: ignore[assignment]
     warnings.simplefilter("always")
     try:
         yield told
@@ -94,12 +95,10 @@ def plain(entry: Entry, steps: int, *, saved_at: int | None = None, seed: int = 
     begin(entry, optimizer)
     for step in range(steps):
         if step == saved_at:
-            saved = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            saved = file_of(model, optimizer)
             model = Model(entry.needs)
             optimizer = entry.of(model.given(entry))
-            read, _ = read_from(saved)
-            model.load_state_dict(read["model"])
-            optimizer.load_state_dict(read["optimizer"])
+            load(saved, model, optimizer)
             begin(entry, optimizer)
         drive(entry, model, optimizer, step)
     return model.numbers()
@@ -118,7 +117,21 @@ def is_random(entry: Entry) -> bool:
     return differ(plain(entry, RANDOM_STEPS), plain(entry, RANDOM_STEPS, seed=1)) > 0
 
 
-def file_of(state: Any) -> bytes:
+def file_of(model: Model, optimizer: Any) -> bytes:
+    """A checkpoint, with the state of torch's generator: the optimizer may draw random numbers."""
+    return written({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()})
+
+
+def load(saved: bytes, model: Model, optimizer: Any) -> str:
+    """Continue from a checkpoint. Returns why it can't be read without unpickling; "" if it can."""
+    read, word = read_from(saved)
+    model.load_state_dict(read["model"])
+    optimizer.load_state_dict(read["optimizer"])
+    torch.set_rng_state(read["random"])
+    return word
+
+
+def written(state: Any) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
@@ -167,7 +180,9 @@ def is_shoals(error: BaseException) -> bool:
     """Whether Shoal has raised it in its own words, and it does not come from within."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
-    in_shoal = last is not None and Path(shoal.__file__).parent in Path(last.filename).parents
+    if last is None:
+        return False
+    in_shoal = Path(shoal.__file__).parent in Path(last.filename).parents
     kinds = (ValueError, TypeError, RuntimeError, shoal.AveragingError)
     return in_shoal and isinstance(error, kinds) and (last.line or "").startswith("raise") and len(str(error)) > 30
 
@@ -214,15 +229,13 @@ def trained(entry: Entry, steps: int, *, saved_at: int | None = None, **options:
                     torch.manual_seed(0)
                     begin(entry, optimizer)
                     if saved:
-                        read, word = read_from(saved)
-                        model.load_state_dict(read["model"])
-                        optimizer.load_state_dict(read["optimizer"])
+                        word = load(saved, model, optimizer)
                         begin(entry, optimizer)
                     for step in range(first, until):
                         before = model.numbers()
                         drive(entry, model, optimizer, step)
                     if until != steps:
-                        saved = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+                        saved = file_of(model, optimizer)
                         model, first = Model(entry.needs), until
             except Exception as error:
                 moved = "before" in locals() and differ(before, model.numbers()) > 0
@@ -248,7 +261,8 @@ def newcomer(entry: Entry, told: Told) -> Outcome:
     """A peer makes 3 epochs alone. Then a second one joins, and they make 8 together."""
     must_work(entry)
     digests: list[dict[int, str]] = [{}, {}]
-    downloads, errors, first = [0, 0], [], 3
+    errors: list[Exception] = []
+    downloads, first = [0, 0], 3
 
     def seen(number: int) -> Callable[[Any], None]:
         def on_event(event: Any) -> None:
@@ -308,7 +322,7 @@ def newcomer(entry: Entry, told: Told) -> Outcome:
     telling = [line for line in told.warnings if _tells(line)]
     if telling:
         return Outcome(Kind.REFUSED if not both else Kind.WORD, f"{telling[0]} ({found})")
-    why = [line for _, _, line in told.lines if "ownload" in line]
+    why = [line for _, _, line in told.lines if "epoch" not in line[:6]]
     return Outcome(Kind.WRONG, "; ".join([found, *said, *why]))
 
 
@@ -360,8 +374,8 @@ def _forgets(entry: Entry, steps: int, saved_at: int) -> bool:
 def contiguous(entry: Entry, told: Told) -> Outcome:
     """Over `ContiguousParams`."""
     wanted = must_work(entry)
-    if entry.of_model:
-        raise Given(Kind.NONE, "it is made of a model")
+    if entry.of_model or entry.named:
+        raise Given(Kind.NONE, "it is made of a model, or of names")
     model = Model(entry.needs)
     try:
         parameters = shoal.ContiguousParams(model.given(entry))
@@ -386,19 +400,17 @@ def zero(entry: Entry, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     half of them."""
 
     def run(saved_at: int | None) -> torch.Tensor:
-        model, saved = Model(entry.needs), b""
+        model = Model(entry.needs)
         optimizer = made(model)
         torch.manual_seed(0)
         for step in range(EPOCHS):
             if step == saved_at:
                 optimizer.consolidate_state_dict(to=0)
-                state = [file_of((model.state_dict(), optimizer.state_dict())) if rank == 0 else b""]
+                state = [file_of(model, optimizer) if rank == 0 else b""]
                 torch.distributed.broadcast_object_list(state, 0)
-                (values, saved_state), _ = read_from(state[0])
                 model = Model(entry.needs)
                 optimizer = made(model)
-                model.load_state_dict(values)
-                optimizer.load_state_dict(saved_state)
+                load(state[0], model, optimizer)
             drive(entry, model, optimizer, step)
         return model.numbers()
 

@@ -1,0 +1,111 @@
+"""The eval mode that some optimizers have, schedule-free ones for example: the model has other parameters then.
+
+[Note: what a peer is in eval mode] The state of a run is that of train mode. In eval mode a peer keeps the parameters
+of train mode beside the model. Its digest, its vote and what it gives newcomers come from these, and `train` puts them
+back to the bit; the optimizer's own way back rounds. A peer in eval mode makes no step and joins no round. If a round
+falls due, the others wait for this peer as for any that is between two steps, and then begin without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal.flat import users_modes
+from shoal.flat.allocation import memory_for
+from shoal.interrupts import users_handlers
+from shoal.optim.group_options import GroupOptions
+
+Mode = Literal["train", "eval"]
+
+
+class EvalMode:
+    """Calls `train` and `eval` of the optimizer that the user has given.
+
+    Args:
+        optimizer: returns that optimizer.
+        options: the options that peers compare.
+
+    Attributes:
+        changes_state: whether the last `begin` has changed the optimizer's state, and not only the parameters.
+    """
+
+    def __init__(self, optimizer: Callable[[], torch.optim.Optimizer], options: GroupOptions) -> None:
+        self._optimizer, self._options = optimizer, options
+        self._kept: list[Tensor] | None = None  # the parameters of train mode
+        self.changes_state = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model has the parameters of eval mode."""
+        return self._kept is not None
+
+    def in_train(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The values that these parameters of the optimizer have in train mode."""
+        if self._kept is None:
+            return list(parameters)
+        kept = dict(zip(map(id, self._own), self._kept, strict=True))
+        return [kept[id(parameter)] for parameter in parameters]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Go to eval mode. If the optimizer raises an error, the parameters stay as they are.
+
+        Raises:
+            MemoryError: if there is no memory for a copy of the parameters.
+        """
+        if self.is_on:
+            return
+        own = self._own
+        with memory_for("a copy of the parameters of train mode", MemoryError):
+            kept = [parameter.detach().clone() for parameter in own]
+        before = self._writes_of_state()
+        try:
+            self._call("eval")
+        except BaseException:  # the user's code, or a signal
+            self._put(own, kept)
+            raise
+        self._kept, self.changes_state = kept, before != self._writes_of_state()
+
+    @torch.no_grad()
+    def end(self) -> bool:
+        """Go to train mode, with the parameters that it had.
+
+        Returns:
+            Whether the parameters of train mode are new, because the optimizer was in eval mode when the user gave it,
+            or when its state was loaded.
+        """
+        own = self._own
+        before = [parameter._version for parameter in own]
+        self._call("train")
+        self._options.record_own()
+        if self._kept is None:
+            return before != [parameter._version for parameter in own]
+        self._put(own, self._kept)
+        self._kept = None
+        return False
+
+    def forget(self) -> None:
+        """Another state was loaded into the optimizer."""
+        self._kept = None
+
+    @property
+    def _own(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer().param_groups for parameter in group["params"]]
+
+    def _call(self, mode: Mode) -> None:
+        with self._options.finding_own(), users_handlers(), users_modes():
+            getattr(self._optimizer(), mode)()
+
+    def _writes_of_state(self) -> list[tuple[int, int]]:
+        kept = [values for values in self._optimizer().state.values() if isinstance(values, dict)]
+        tensors = [value for values in kept for value in values.values() if isinstance(value, Tensor)]
+        return [(id(tensor), tensor._version) for tensor in tensors]
+
+    @staticmethod
+    def _put(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(own, values, strict=True):
+            parameter.copy_(value)
