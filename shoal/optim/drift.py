@@ -156,15 +156,10 @@ class Drift:
     def accumulate(self, batch_size: float, closure: Closure | None = None) -> None:
         """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples, or with
         those that `closure` leaves, see `LossSteps`."""
-        if self._on_host:
-            self._take_to_host()
-        if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
-            pick_kernels(self.inner)
-        self._inner_steps.make(closure, self._in_model)
-        for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
-            model.copy_(host)
-        if self._memory is not None and self._is_in_memory:
-            self._watch.keep(self._memory.flat)
+        with self.of_inner():
+            if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
+                pick_kernels(self.inner)
+            self._inner_steps.make(closure, self._in_model)
         self.samples += batch_size
         self.steps += 1
         self._follow()

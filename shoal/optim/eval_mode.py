@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.flat import users_modes
 from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
+from shoal.optim._torch import writes_of
 from shoal.optim.group_options import GroupOptions
 
 Mode = Literal["train", "eval"]
@@ -79,11 +80,11 @@ class EvalMode:
             or when its state was loaded.
         """
         own = self._own
-        before = [parameter._version for parameter in own]
+        before = [writes_of(parameter) for parameter in own]
         self._call("train")
         self._options.record_own()
         if self._kept is None:
-            return before != [parameter._version for parameter in own]
+            return before != [writes_of(parameter) for parameter in own]
         self._put(own, self._kept)
         self._kept = None
         return False
@@ -103,7 +104,7 @@ class EvalMode:
     def _writes_of_state(self) -> list[tuple[int, int]]:
         kept = [values for values in self._optimizer().state.values() if isinstance(values, dict)]
         tensors = [value for values in kept for value in values.values() if isinstance(value, Tensor)]
-        return [(id(tensor), tensor._version) for tensor in tensors]
+        return [(id(tensor), writes_of(tensor)) for tensor in tensors]
 
     @staticmethod
     def _put(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
