@@ -3,6 +3,7 @@
 
 VENV := .venv
 BENCH_VENV := .venv-hivemind
+ZOO_VENV := .venv-optimizers
 ARGS ?=
 PYTEST_ARGS ?= -q
 
@@ -23,7 +24,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous clean
+.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous optimizers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +46,8 @@ help:
 	@echo "make bench-optimizer     train in every mode, with Shoal and with hivemind (ARGS=...)"
 	@echo "make bench-outer         bytes, waiting and loss with outer optimizers"
 	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
+	@echo "make optimizers          try 205 optimizers of other packages, which get an environment of their own, in every"
+	@echo "             world; a quarter of an hour (ARGS=\"--only hb. --worlds newcomer\"; UNDER_TEST=another/worktree)"
 	@echo "make clean   remove the environments, caches and output"
 
 demo: $(VENV)/.installed
@@ -152,14 +155,20 @@ bench-contiguous: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps contiguous-params==1.0.0
 	$(VENV)/bin/python -m benchmarks.contiguous $(ARGS)
 
+# The optimizers of twelve packages: alone, with a newcomer, in DiLoCo, saved and loaded, on flat memory, and sharded.
+# ARGS="--write docs/guides/optimizers.md" puts the table there. UNDER_TEST is the tree whose Shoal is tried.
+UNDER_TEST := $(CURDIR)
+optimizers: $(ZOO_VENV)/.installed
+	PYTHONPATH=$(UNDER_TEST):$(CURDIR) $(ZOO_VENV)/bin/python -P -m tests.zoo $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) runs build dist site
+	rm -rf $(VENV) $(BENCH_VENV) $(ZOO_VENV) runs build dist site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments. A stamp is written last, so what was interrupted is taken up again.
 
-$(VENV)/.created $(BENCH_VENV)/.created:
+$(VENV)/.created $(BENCH_VENV)/.created $(ZOO_VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer, and there is no such python3.11 or python3 on" \
 		"the PATH. Install one, or say where it is: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "PYTHON=$(PYTHON) does not run, or is" \
@@ -186,4 +195,9 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 $(BENCH_VENV)/.installed: $(BENCH_VENV)/.created
 	$(BENCH_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
 	$(BENCH_VENV)/bin/python $(PIP_INSTALL) $(TORCH) hivemind==1.1.12 'numpy<2.4' bitsandbytes==0.45.5
+	@touch $@
+
+$(ZOO_VENV)/.installed: $(ZOO_VENV)/.created pyproject.toml constraints.txt tests/zoo/requirements.txt
+	$(ZOO_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH)
+	$(ZOO_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt $(TORCH) -r tests/zoo/requirements.txt -e .
 	@touch $@

@@ -31,13 +31,14 @@ class EvalMode:
         options: the options that peers compare.
 
     Attributes:
+        is_in_train: whether the optimizer is known to be in train mode. Frameworks call `train` before each batch.
         changes_state: whether the last `begin` has changed the optimizer's state, and not only the parameters.
     """
 
     def __init__(self, optimizer: Callable[[], torch.optim.Optimizer], options: GroupOptions) -> None:
         self._optimizer, self._options = optimizer, options
         self._kept: list[Tensor] | None = None  # the parameters of train mode
-        self.changes_state = False
+        self.is_in_train = self.changes_state = False
 
     @property
     def is_on(self) -> bool:
@@ -63,35 +64,35 @@ class EvalMode:
         own = self._own
         with memory_for("a copy of the parameters of train mode", MemoryError):
             kept = [parameter.detach().clone() for parameter in own]
-        before = self._writes_of_state()
+        before = self._look_of_state()
         try:
             self._call("eval")
         except BaseException:  # the user's code, or a signal
             self._put(own, kept)
             raise
-        self._kept, self.changes_state = kept, before != self._writes_of_state()
+        self._kept, self.is_in_train = kept, False
+        self.changes_state = before != self._look_of_state()
 
     @torch.no_grad()
     def end(self) -> bool:
         """Go to train mode, with the parameters that it had.
 
         Returns:
-            Whether the parameters of train mode are new, because the optimizer was in eval mode when the user gave it,
-            or when its state was loaded.
+            Whether it had any. If not, the optimizer's own way may have led from eval mode to others: the user has
+            given it in eval mode, or has loaded a state of eval mode.
         """
-        own = self._own
-        before = [writes_of(parameter) for parameter in own]
         self._call("train")
         self._options.record_own()
+        self.is_in_train = True
         if self._kept is None:
-            return before != [writes_of(parameter) for parameter in own]
-        self._put(own, self._kept)
+            return False
+        self._put(self._own, self._kept)
         self._kept = None
-        return False
+        return True
 
     def forget(self) -> None:
         """Another state was loaded into the optimizer."""
-        self._kept = None
+        self._kept, self.is_in_train = None, False
 
     @property
     def _own(self) -> list[Tensor]:
@@ -101,10 +102,12 @@ class EvalMode:
         with self._options.finding_own(), users_handlers(), users_modes():
             getattr(self._optimizer(), mode)()
 
-    def _writes_of_state(self) -> list[tuple[int, int]]:
+    def _look_of_state(self) -> list[tuple[int, int, float]]:
+        """Tells whether the state is another one. Writes through `.data` are not counted, hence the sums."""
         kept = [values for values in self._optimizer().state.values() if isinstance(values, dict)]
-        tensors = [value for values in kept for value in values.values() if isinstance(value, Tensor)]
-        return [(id(tensor), writes_of(tensor)) for tensor in tensors]
+        tensors = [value for values in kept for value in values.values() if type(value) is Tensor]
+        sums = [float(tensor.sum(dtype=torch.float64)) if tensor.is_floating_point() else 0.0 for tensor in tensors]
+        return [(id(tensor), writes_of(tensor), each) for tensor, each in zip(tensors, sums, strict=True)]
 
     @staticmethod
     def _put(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:

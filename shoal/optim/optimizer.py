@@ -610,6 +610,8 @@ class Optimizer(ShowsGroups):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _to_mode(self, mode: Mode) -> None:
+        if mode == "train" and self._replica.is_in_train:
+            return  # frameworks call it before each batch: nothing needs to settle
         with self._in_trainer(mode):
             if self._speaker is not None:
                 raise ValueError(f"{mode}() of an optimizer is not for a cluster: its ranks have no such call")

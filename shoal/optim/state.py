@@ -810,17 +810,23 @@ class Replica(TrainingState):
             RuntimeError: as `refuse_load`.
         """
         self.refuse_load()
+        before = self.tip
         if not self.is_in_eval:
             self.take_over()
-        before = self.tip
+            found = self.digest() if mode == "train" else b""
         with self._lock, contextlib.nullcontext() if self.drift is None else self.drift.of_inner():
             if mode == "eval":
                 self._eval.begin()
-            elif self._eval.end() and self.drift is None:
+            elif not self._eval.end() and self.digest() != found:
                 self._is_rewritten()
             if self.drift is None:
                 self.publish()
         return self.tip != before
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether the wrapped optimizer is known to be in train mode."""
+        return self._eval.is_in_train
 
     @contextlib.contextmanager
     def in_train_mode(self) -> Iterator[None]:

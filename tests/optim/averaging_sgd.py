@@ -33,7 +33,7 @@ class AveragingSGD(torch.optim.Optimizer):
             group["train_mode"] = train
             for parameter in group["params"]:
                 if parameter in self.state:
-                    parameter.lerp_(self.state[parameter]["z"], weight)
+                    parameter.data.lerp_(self.state[parameter]["z"], weight)  # as some do: no count of writes
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

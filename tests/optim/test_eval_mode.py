@@ -160,6 +160,20 @@ def test_what_is_loaded_ends_eval_mode(dht: shoal.DHT) -> None:
         train((model, optimizer), range(2, 4))  # it is in train mode, as the state that was loaded
 
 
+@pytest.mark.parametrize("mode", ["at once", "delayed", "outer"])
+def test_after_the_run(mode: str, dht: shoal.DHT) -> None:
+    with run(dht, **MODES[mode]) as made:
+        model, optimizer = made
+        optimizer.train()
+        train(made, range(4))
+        optimizer.finish()
+        wanted, before = averages(made), flat(model)
+        optimizer.eval()
+        assert torch.equal(flat(model), wanted)  # the same operation on the same numbers
+        optimizer.train()
+        assert torch.equal(flat(model), before)
+
+
 def test_options_that_they_change_are_not_compared(dht: shoal.DHT) -> None:
     with run(dht) as (_, optimizer):
         assert b"train_mode" in optimizer._replica.options.own(0)
@@ -188,7 +202,7 @@ class Swapping(AveragingSGD):
                 z = self.state[parameter]["z"]
                 was = parameter.detach().clone()
                 parameter.data.copy_(z)
-                z.copy_(was)
+                z.data.copy_(was)
 
 
 def test_a_state_that_eval_changes_is_not_given(dht: shoal.DHT) -> None:
@@ -198,6 +212,18 @@ def test_a_state_that_eval_changes_is_not_given(dht: shoal.DHT) -> None:
         optimizer.eval()
         with pytest.raises(Exception, match=r"eval\(\) of this peer's optimizer has changed its state"):
             optimizer._replica.copy_for_newcomer()
+
+
+@pytest.mark.parametrize("mode", ["at once", "delayed"])
+def test_train_before_each_batch_waits_for_nothing(mode: str, dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run(dht, **MODES[mode]) as made:
+        made[1].train()
+        settled = []
+        monkeypatch.setattr(made[1]._epoch, "settle", lambda: settled.append(1))
+        for step in range(4):
+            made[1].train()
+            train(made, range(step, step + 1))
+        assert not settled
 
 
 class Failing(AveragingSGD):

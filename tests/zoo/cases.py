@@ -93,8 +93,11 @@ class _Case:
         return replace(found, seconds=round(took, 1))
 
     def _said(self) -> str:
+        """What it has written: where its main thread was, if it has written that, else the end."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-600:]
+        text = self._log.read().decode(errors="replace")
+        _, mark, frames = text.rpartition("(most recent call first):")
+        return frames[:600] if mark else text[-600:]
 
     def end(self) -> None:
         """End it, with the processes that it has started."""
