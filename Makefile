@@ -102,6 +102,8 @@ sweep-tests: $(VENV)/.installed-dev
 # modes.
 TIMES := 5
 CUTS := 2000
+TREES := 100000
+TREE_INPUTS := 1000000
 CHAOS_MINUTES := 10
 CHAOS_SEED := 1
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
@@ -113,6 +115,7 @@ soak: $(VENV)/.installed-dev
 		$(VENV)/bin/shoal demo && SHOAL_KILLS=20 $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 	$(VENV)/bin/python -m tests.soak.transport --times $(CUTS)
+	$(VENV)/bin/python -m tests.soak.trees --examples $(TREES) --inputs $(TREE_INPUTS)
 	SHOAL_SOAK=1 $(PYTEST) tests/soak/test_chaos.py -k promise
 	for mode in default power_sgd delayed; do \
 		$(VENV)/bin/python -m tests.soak.chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) --mode $$mode || exit 1; \

@@ -466,3 +466,12 @@ def test_of_parameters_that_are_not_compared_nothing_is_shown(world: World) -> N
     assert [view.mark for view in world.snapshot.peers] == ["", ""]
     world.read(world.post(A, marks=unknown), world.post(B, marks=(mark(16, lineage=b"other"),), samples_behind=1.0))
     assert world.troubles(B) == [Trouble.FORKED]
+
+
+def test_who_has_a_state_that_newcomers_can_not_get_is_named(world: World) -> None:
+    fault = Fault(FaultKind.STATE, "state of parameter 'block.0.weight': 'projector' is a GaLoreProjector", 0.0)
+    world.read(world.post(A), world.post(B, faults={FaultKind.STATE: 1}, fault=fault))
+    assert (world.troubles(A), world.troubles(B)) == ([], [Trouble.STATE])
+    assert str(world.view(B).findings[0]) == (
+        "can't give newcomers its state (state of parameter 'block.0.weight': 'projector' is a GaLoreProjector)"
+    )

@@ -56,7 +56,7 @@ numbers = st.one_of(
     st.sampled_from([np.float32(0.1), np.int8(-3), np.bool_(True), np.complex64(1j), np.uint64(1 << 63)]),
 )  # fmt: skip
 keys = st.one_of(numbers, st.tuples(numbers, numbers), st.frozensets(st.integers(), max_size=3)).filter(
-    lambda key: key == key
+    lambda key: "nan" not in repr(key)  # which equals no copy of itself
 )
 
 
