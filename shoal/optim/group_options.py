@@ -88,6 +88,7 @@ class GroupOptions:
             for name in group:
                 if name not in self._left_out:
                     self._holders.setdefault(name, []).append(index)
+        self._names = {self._label(name): name for name in self._holders}
         self._first = {name: self._column(name) for name in self._holders}
         self._scheduled = {"lr": self._first["lr"]} if scheduler is not None and "lr" in self._first else {}
         self._found_own: set[str] = set()  # this peer's alone, because `train` or `eval` has changed them
@@ -119,7 +120,7 @@ class GroupOptions:
         before = {name: self._column(name) for name in self._holders}
         yield
         for name in [name for name, values in before.items() if not _are_equal(self._column(name), values)]:
-            del self._holders[name]
+            del self._names[self._label(name)], self._holders[name]
             self._left_out |= {name}
             self._found_own.add(name)
 
@@ -307,7 +308,7 @@ class GroupOptions:
 
     def _columns(self) -> Columns:
         """The columns of a message."""
-        return {self._label(name): self._column(name) for name in self._holders}
+        return {label: self._column(name) for label, name in self._names.items()}
 
     def _label(self, name: str) -> str:
         """Names an option in a message: with its groups, where only some groups have it."""
@@ -322,25 +323,37 @@ class GroupOptions:
             ValueError: if the message can't be decoded, or has options that no step here can have.
         """
         columns: dict[str, list[Any] | bytes] = {}
-        names = {self._label(name): name for name in self._holders} | {EVERYTHING: EVERYTHING}
         for label, entry in unpack(options).items():
-            if (name := names.get(label)) is None:
+            if label == EVERYTHING and isinstance(entry, bytes):
+                columns[EVERYTHING] = entry
+            elif (name := self._names.get(label)) is None:
                 self._tell_unknown(label)
             elif isinstance(entry, bytes):
                 columns[name] = entry
-            elif name != EVERYTHING and all(is_plain(group.get(name)) for group in self._groups(name)):
-                told = _spread(entry, len(self._holders[name]), name)
-                column = columns[name] = []
-                for value, first, group in zip(told, self._first[name], self._groups(name), strict=True):
-                    # An option may have become another kind of value since the start, here or elsewhere (None at first,
-                    # a number later). None takes nothing away.
-                    own = plain_or(group.get(name))
-                    column.append(own if value is None else value)
-                    if value is not None is not own and not are_alike(value, first) and not are_alike(value, own):
-                        raise ValueError(f"{name} is {value!r:.40}, and {group.get(name)!r:.40} at this peer")
-                    if isinstance(group.get(name), Enum):
-                        restored(value, group[name], name)  # raises if there is no such member
+            else:
+                groups = self._groups(name)
+                own = [plain_or(group.get(name), otherwise=plain_or) for group in groups]
+                if plain_or not in own:  # else it has no plain value here, and is not compared
+                    column = _spread(entry, len(groups), name)
+                    columns[name] = [self._usable(name, *each) for each in enumerate(zip(column, own, strict=True))]
         return columns
+
+    def _usable(self, name: str, place: int, values: tuple[Any, Any]) -> Any:
+        """The run's value of an option, for the group of that place. None takes nothing away.
+
+        Raises:
+            ValueError: if no step here can have it.
+        """
+        value, own = values
+        if value is None or own is None or value is own:
+            return own if value is None else value
+        mine = self._groups(name)[place].get(name)
+        # An option may have become another kind of value since the start (None at first, a number later).
+        if not are_alike(value, own) and not are_alike(value, self._first[name][place]):
+            raise ValueError(f"{name} is {value!r:.40}, and {mine!r:.40} at this peer")
+        if isinstance(mine, Enum):
+            restored(value, mine, name)  # raises if there is no such member
+        return value
 
 
 # -- options in messages
