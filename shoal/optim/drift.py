@@ -160,7 +160,10 @@ class Drift:
             self._take_to_host()
         if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
             pick_kernels(self.inner)
-        self._inner_steps.make(closure, self._in_model)
+        if closure is None:
+            self.inner.step()
+        else:
+            self._inner_steps.make(closure, self._in_model)
         for model, host in zip(self._model, self._on_host, strict=False):  # `_on_host` may be empty
             model.copy_(host)
         if self._memory is not None and self._is_in_memory:
