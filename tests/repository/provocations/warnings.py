@@ -240,7 +240,7 @@ def a_learning_rate_is_set_beside_the_scheduler(scene: Scene) -> None:
 
 @provokes("step(closure): the closure has returned no finite number")
 def a_closure_returns_nothing(scene: Scene) -> None:
-    scene.optimizer(optimizer=Reads).step(lambda: None, batch_size=64)
+    scene.optimizer(optimizer=Reads).step(lambda: torch.tensor(float("nan")), batch_size=64)
 
 
 class Odd(torch.optim.SGD):
