@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from shoal.flat import grad_of
 from shoal.health.record import FaultKind
 from shoal.optim.accumulator import lost_gradient
-from shoal.optim.closures import Closure, NotUsed, kept_loss, loss_of
+from shoal.optim.closures import Closure, NotUsed, calls_once, kept_loss, loss_of
 from shoal.optim.drift import Drift
 from shoal.optim.epoch_round import Gradients, OwnRounds
 from shoal.optim.grad_scaler import GradScaler
@@ -164,7 +164,8 @@ class Accumulation:
         if not self._losses or self._samples_with_loss != samples:
             return None
         losses = [(loss_of(loss), weight) for loss, weight in self._losses]
-        if not self._told_of_losses and any(loss is None for loss, _ in losses):
+        may_read = not self._told_of_losses and not calls_once(type(self._replica.wrapped))
+        if may_read and any(loss is None for loss, _ in losses):
             self._told_of_losses = True
             log.warning(
                 "step(closure): the closure has returned no finite number, so the epoch's step of all peers is made "

@@ -149,8 +149,8 @@ def needs_closure(made: type[torch.optim.Optimizer]) -> bool:
 
 
 def calls_once(made: type[torch.optim.Optimizer]) -> bool:
-    """Whether it is known that the step of a class calls its closure once, before anything else. That is so for the
-    classes of torch but LBFGS, and those of Shoal."""
+    """Whether it is known that the step of a class calls its closure once, before anything else, and reads no loss.
+    That is so for the classes of torch but LBFGS, and those of Shoal."""
     module = inspect.unwrap(made.step).__module__
     return module.startswith(("torch.optim.", "shoal.")) and not needs_closure(made)
 

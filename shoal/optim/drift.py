@@ -159,7 +159,10 @@ class Drift:
         with self.of_inner():
             if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
                 pick_kernels(self.inner)
-            self._inner_steps.make(closure, self._in_model)
+            if closure is None:
+                self.inner.step()
+            else:
+                self._inner_steps.make(closure, self._in_model)
         self.samples += batch_size
         self.steps += 1
         self._follow()

@@ -48,7 +48,7 @@ class ClosureCalledAgain(RuntimeError):
 
 
 class LossSteps:
-    """Makes the steps of one optimizer, with a closure or without.
+    """Makes the steps of one optimizer that have a closure.
 
     Args:
         optimizer: the optimizer.
@@ -61,22 +61,20 @@ class LossSteps:
 
     def make(
         self,
-        closure: Closure | None,
+        closure: Closure,
         around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        """Make an inner step.
+        """Make an inner step with a closure.
 
         Args:
-            closure: the user's closure, or None. If nobody has called it yet, the optimizer does so.
+            closure: the user's closure. If nobody has called it yet, the optimizer does so.
             around: makes the context of such a call.
 
         Raises:
             ClosureCalledAgain: if the closure was called, and the step would call it twice, or after it has written to
                 a parameter or a gradient. In the first such step, everything is as it was.
         """
-        if closure is None:
-            self._optimizer.step()
-        elif closure.is_evaluated:
+        if closure.is_evaluated:
             self.make_with(closure.returned)
         else:
             closure.step(self._optimizer, around)

@@ -584,8 +584,9 @@ class Replica(TrainingState):
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
         # Held while the state changes, and while it is copied; but not while a local step calls the user's closure.
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._is_mid_step = False  # whether a local step is at its closure
+        self._step_ended = threading.Condition(self._lock)  # of such a step
         self._steps = LossSteps(optimizer, of_epochs=not settings.use_local_updates)
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
@@ -856,12 +857,15 @@ class Replica(TrainingState):
         with self._lock:
             self.options.enforce()
             self._pick_kernels()
-            self._is_mid_step = closure is not None
-            try:
-                self._steps.make(closure, self._unlocked)
-            finally:
-                self._is_mid_step = False
-                self._lock.notify_all()
+            if closure is None:
+                self.optimizer.step()
+            else:
+                self._is_mid_step = True
+                try:
+                    self._steps.make(closure, self._unlocked)
+                finally:
+                    self._is_mid_step = False
+                    self._step_ended.notify_all()
             self._adopt_new_statistics()
 
     @contextlib.contextmanager
@@ -923,7 +927,7 @@ class Replica(TrainingState):
             ValueError: if the optimizer holds something that can't be sent.
         """
         with self._lock:
-            self._lock.wait_for(lambda: not self._is_mid_step)
+            self._step_ended.wait_for(lambda: not self._is_mid_step)
             if self._made is not None and self._made.tip == self.tip:
                 return self._made
             snapshot, digest = self._copy_now(), self.state_digest

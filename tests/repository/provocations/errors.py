@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import socket
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -20,6 +21,7 @@ import shoal
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.swarm.protocol import coordinator
+from tests.optim.closing import Sam, SamAfterBackward
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 from tests.repository.error_tables import Scene, provokes, raised
 
@@ -241,6 +243,23 @@ def shards_the_model_over_two_ranks(scene: Scene) -> str:
 @provokes("optimizer= is a LBFGS, whose step evaluates the loss again and again")
 def gives_an_optimizer_that_calls_the_closure(scene: Scene) -> str:
     return raised(lambda: scene.optimizer(optimizer=torch.optim.LBFGS))
+
+
+@provokes("the step of a X calls its closure: call step(closure)")
+def gives_no_closure_to_an_optimizer_that_calls_it(scene: Scene) -> str:
+    optimizer = scene.optimizer(optimizer=torch.optim.LBFGS, outer=shoal.DiLoCo())
+    return raised(lambda: optimizer.step(batch_size=64))
+
+
+@provokes(
+    "X calls its closure a second time, to evaluate the loss itself", "X calls its closure after it has written to …"
+)
+def averages_gradients_with_an_optimizer_that_calls_its_closure_again(scene: Scene) -> str:
+    said = ""
+    for make in (Sam, SamAfterBackward):
+        optimizer = scene.optimizer(run_id=make.__name__, optimizer=make)
+        said += raised(functools.partial(optimizer.step, lambda: torch.tensor(1.0), batch_size=64))
+    return said
 
 
 # -- of the optimizer's life

@@ -30,6 +30,7 @@ from shoal.swarm.protocol import reach
 from shoal.swarm.protocol.messages import Pause, Progress
 from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.tip import Tip
+from tests.optim.closing import Reads
 from tests.optim.lack import Lack
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
@@ -235,6 +236,11 @@ def a_learning_rate_is_set_beside_the_scheduler(scene: Scene) -> None:
     optimizer = scene.optimizer(scheduler=lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step(batch_size=64)
+
+
+@provokes("step(closure): the closure has returned no finite number")
+def a_closure_returns_nothing(scene: Scene) -> None:
+    scene.optimizer(optimizer=Reads).step(lambda: torch.tensor(float("nan")), batch_size=64)
 
 
 @provokes("at … answers peer …, and initial_peers names … there")
