@@ -120,10 +120,12 @@ class Optimizer(ShowsGroups):
             None only with `DiLoCo(inner_steps=…)`.
         batch_size_per_step: the number of samples behind the gradients of one `step`. The argument `batch_size` of
             `step` overrides it.
-        optimizer: a torch optimizer, or a function that makes one from `params`. Its step must not need a closure (as
-            that of LBFGS does), except with `use_local_updates` or `outer`, and without a cluster. On the CPU it steps
-            with torch's fused kernel if there is one, unless you made it with another kernel (`fused=False`).
-        params: parameters or parameter groups, of real numbers. Give it if, and only if, `optimizer` is a function.
+        optimizer: a torch optimizer, or a function that makes one from `params`, which it gets as a list of the same
+            form. Several optimizers are one as `shoal.Together`. Its step must not need a closure (as that of LBFGS
+            does), except with `use_local_updates` or `outer`, and without a cluster. On the CPU it steps with torch's
+            fused kernel if there is one, unless you made it with another kernel (`fused=False`).
+        params: parameters, (name, parameter) pairs or groups of either; of real numbers. Give it if, and only if,
+            `optimizer` is a function.
         scheduler: a torch scheduler of the wrapped optimizer, or a function that makes one from it. It is stepped once
             per epoch. If other code changes an option that the scheduler sets, the scheduler's value is put back.
         matchmaking_time: the longest time that a round waits for members that have not joined.

@@ -24,7 +24,7 @@ from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.sharding.cut import cut_already
 
-Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 AnyScheduler = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 

@@ -30,6 +30,7 @@ from shoal.flat import (
     after_loading,
     before_loading,
     bytes_of,
+    names_of_members,
     pick_kernels,
     without_hooks,
 )
@@ -275,23 +276,24 @@ class TrainingState:
 
     def statistics(self, name: str) -> list[Tensor | None]:
         """The tensors called `name` in the optimizer's state, one for each parameter; None for a parameter without
-        state.
+        one. (Several optimizers in one keep other tensors of some parameters than of others.)
 
         Raises:
-            ValueError: if the optimizer has state of a parameter, but no tensor of this name and the parameter's shape,
-                or a complex one.
+            ValueError: if the optimizer has state of parameters, but of none a tensor of this name and the parameter's
+                shape, or only complex ones.
         """
-        found: list[Tensor | None] = []
-        for parameter in self.parameters:
-            held = self.optimizer.state.get(parameter, {})
-            value = held.get(name)
-            if held and not _is_statistic(value, parameter):
-                alike = [key for key, other in held.items() if _is_statistic(other, parameter)]
-                raise ValueError(
-                    f"average_opt_statistics has {name!r}, and {type(self.optimizer).__name__} keeps no such tensor of "
-                    f"real numbers and of its parameter's shape; it keeps {', '.join(alike) or 'none'}"
-                )
-            found.append(value)
+        held = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        found = [
+            value if _is_statistic(value := of.get(name), parameter) else None
+            for of, parameter in zip(held, self.parameters, strict=True)
+        ]
+        if any(held) and all(value is None for value in found):
+            pairs = [(key, value, p) for of, p in zip(held, self.parameters, strict=True) for key, value in of.items()]
+            alike = dict.fromkeys(key for key, value, parameter in pairs if _is_statistic(value, parameter))
+            raise ValueError(
+                f"average_opt_statistics has {name!r}, and {names_of_members(self.optimizer)} keeps no such tensor of "
+                f"real numbers and of its parameter's shape; it keeps {', '.join(alike) or 'none'}"
+            )
         return found
 
     # -- copies for newcomers

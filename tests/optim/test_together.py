@@ -244,3 +244,12 @@ def test_parameters_that_are_left_out_are_refused_by_name(alone: Alone) -> None:
         with pytest.raises(ValueError, match=said):
             alone(model, params=model.named_parameters(), optimizer=without_bias, target_batch_size=8, **options)
         assert before == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_statistics_of_one_member_are_averaged() -> None:
+    options = {"use_local_updates": True, "delay_state_averaging": False, "average_opt_statistics": ("exp_avg",)}
+    with peers([by_shape(torch.optim.AdamW)] * 2, **options) as made:
+        epochs(made, 2)
+        state = made[0][1].optimizer.state
+        kept = ["exp_avg" if "exp_avg" in state[parameter] else "momentum_buffer" for parameter in state]
+        assert kept == ["momentum_buffer"] * 3 + ["exp_avg"] * 3
