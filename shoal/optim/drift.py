@@ -163,6 +163,7 @@ class Drift:
                 self.inner.step()
             else:
                 self._inner_steps.make(closure, self._in_model)
+                self._put_gradients()
         self.samples += batch_size
         self.steps += 1
         self._follow()
@@ -174,7 +175,7 @@ class Drift:
         with torch.no_grad():
             for model, host in zip(self._model, self._on_host, strict=False):
                 model.copy_(host)
-                model.grad = None if host.grad is None else host.grad.to(model.device)
+        self._put_gradients()
         yield
         for model, host in zip(self._model, self._on_host, strict=False):
             host.grad = None if model.grad is None else model.grad.to("cpu")
@@ -189,6 +190,11 @@ class Drift:
             model.copy_(host)
         if self._memory is not None and self._is_in_memory:
             self._watch.keep(self._memory.flat)
+
+    def _put_gradients(self) -> None:
+        """Set the model's gradients to those of the inner optimizer on the host, which may have cleared them."""
+        for model, host in zip(self._model, self._on_host, strict=False):
+            model.grad = None if host.grad is None else host.grad.to(model.device, copy=True)
 
     def _take_to_host(self) -> None:
         memory = self._memory if self._is_in_memory else None

@@ -81,6 +81,22 @@ class Sam(Base):
         return loss
 
 
+class SamThatClears(Base):
+    """Clears the gradients itself, so that its closure need not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        self.perturb()
+        self.zero_grad()
+        closure()
+        self.back()
+        self.update()
+        self.zero_grad()
+        return loss
+
+
 class SamAfterBackward(Base):
     """Moves the parameters before it evaluates the loss."""
 

@@ -8,6 +8,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.optim.closing import (
     Sam,
     SamAfterBackward,
     SamByData,
+    SamThatClears,
 )
 from tests.optim.conftest import Alone
 from tests.optim.models import fixed_batch, flat, make_model
@@ -268,6 +270,27 @@ def test_a_local_step_calls_the_closure_as_the_optimizer_alone(
     torch.testing.assert_close(flat(model), expected, rtol=tolerance, atol=tolerance)
     assert returned == pytest.approx(losses, rel=tolerance)
     assert optimizer.local_progress.samples_accumulated == 7 * 64 or optimizer.outer_optimizer is not None
+
+
+def test_an_inner_optimizer_on_the_host_clears_the_gradients_of_the_model(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)  # as on a device
+    model, twin = make_model(), make_model()
+    outer = shoal.DiLoCo(inner_steps=1000)
+    ours = alone(model, batch_size_per_step=64, optimizer=SamThatClears, outer=outer, offload_optimizer=True)
+    plain = SamThatClears(twin.parameters())
+    inputs, outputs = fixed_batch(0)
+
+    def closure(model: nn.Module) -> Tensor:
+        loss = ((model(inputs) - outputs) ** 2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        ours.step(partial(closure, model))
+        plain.step(partial(closure, twin))
+    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-6, atol=1e-6)  # as above
 
 
 def test_a_closure_of_a_local_step_may_ask_for_the_state_and_newcomers_wait_for_the_end(alone: Alone) -> None:
