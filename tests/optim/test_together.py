@@ -171,6 +171,9 @@ def test_with_a_gradient_scaler_and_a_schedule(alone: Alone) -> None:
             schedule.step()
     torch.testing.assert_close(flat(model), flat(expected))  # scales are powers of two, and tiny numbers round
     assert [group["lr"] for group in optimizer.param_groups] == [member.param_groups[0]["lr"] for member in members]
+    made = optimizer.optimizer
+    assert isinstance(made, shoal.Together)
+    shoal.EpochScheduler(scheduler(made.members[0], rates[:1]))  # refused, if no shoal.Optimizer has it
 
 
 def by_shape(rest: Any) -> Any:
