@@ -16,8 +16,8 @@ _wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = w
 
 
 def wraps(optimizer: Any, wrapped: torch.optim.Optimizer) -> None:
-    """Note that `optimizer` wraps `wrapped`, so that a scheduler of `wrapped`, or of one of its members, counts as one of
-    `optimizer`."""
+    """Note that `optimizer` wraps `wrapped`, so that a scheduler of `wrapped`, or of one of its members, counts as one
+    of `optimizer`."""
     for one in (wrapped, *members_of(wrapped)):
         _wrapped[one] = weakref.ref(optimizer)
 
