@@ -157,7 +157,7 @@ def test_notes_of_schedulers_get_no_vote() -> None:
 def test_what_users_write_during_a_step_is_set_aside() -> None:
     """The step is made on another thread, with the options of the run."""
     host = HostCopy([{"params": parameters(1), "lr": 0.1}])
-    optimizer = torch.optim.SGD(host.groups)
+    optimizer = torch.optim.SGD(host.params)
     host.adopt(optimizer)
     [shown] = shown_of(optimizer, host).groups
     options = GroupOptions(optimizer, None, host)
