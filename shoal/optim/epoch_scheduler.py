@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal.flat import members_of
 from shoal.optim._torch import StepCounted, mark_as_stepped
 from shoal.optim.group_options import put
 
@@ -15,8 +16,10 @@ _wrapped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = w
 
 
 def wraps(optimizer: Any, wrapped: torch.optim.Optimizer) -> None:
-    """Note that `optimizer` wraps `wrapped`, so that a scheduler of `wrapped` counts as one of `optimizer`."""
-    _wrapped[wrapped] = weakref.ref(optimizer)
+    """Note that `optimizer` wraps `wrapped`, so that a scheduler of `wrapped`, or of one of its members, counts as one
+    of `optimizer`."""
+    for one in (wrapped, *members_of(wrapped)):
+        _wrapped[one] = weakref.ref(optimizer)
 
 
 class EpochScheduler(StepCounted, LRScheduler):

@@ -90,7 +90,11 @@ def test_it_is_the_two_side_by_side(alone: Alone, mode: str, monkeypatch: pytest
 
 def test_as_the_outer_optimizer_in_another_order(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     def outer(params: Any) -> torch.optim.Optimizer:
-        rest, matrices = shoal.Together.divide(params, lambda name, p: p.ndim < 2)
+        def is_bias(name: str, parameter: torch.Tensor) -> bool:
+            assert name.endswith("bias") == (parameter.ndim < 2)  # each anchor has the name of its parameter
+            return parameter.ndim < 2
+
+        rest, matrices = shoal.Together.divide(params, is_bias)
         return shoal.Together(torch.optim.SGD(rest, lr=1.0), torch.optim.SGD(matrices, lr=1.0))
 
     monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)
@@ -167,6 +171,9 @@ def test_with_a_gradient_scaler_and_a_schedule(alone: Alone) -> None:
             schedule.step()
     torch.testing.assert_close(flat(model), flat(expected))  # scales are powers of two, and tiny numbers round
     assert [group["lr"] for group in optimizer.param_groups] == [member.param_groups[0]["lr"] for member in members]
+    made = optimizer.optimizer
+    assert isinstance(made, shoal.Together)
+    shoal.EpochScheduler(scheduler(made.members[0], rates[:1]))  # refused, if no shoal.Optimizer has it
 
 
 def by_shape(rest: Any) -> Any:
