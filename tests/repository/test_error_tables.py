@@ -11,7 +11,7 @@ import pytest
 
 import shoal
 from tests.repository.error_tables import PROVOCATIONS, Promise, Scene, promises, promises_of
-from tests.repository.provocations import closed_runs, errors, frameworks, warnings  # noqa: F401 (they register what they provoke)
+from tests.repository.provocations import closed_runs, errors, frameworks, schedule_free, warnings  # noqa: F401 (they register what they provoke)
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
 

@@ -20,7 +20,6 @@ import shoal
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.swarm.protocol import coordinator
-from tests.optim.averaging_sgd import AveragingSGD
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 from tests.repository.error_tables import Scene, provokes, raised
 
@@ -28,16 +27,6 @@ from tests.repository.error_tables import Scene, provokes, raised
 def address_of(listener: socket.socket) -> Multiaddr:
     """Of a peer that nobody is, at this socket."""
     return Multiaddr(f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}").with_peer(Identity().peer_id)
-
-
-# -- of schedule-free optimizers
-
-
-@provokes("the optimizer is in eval(): call train() of it before the batches that it trains on")
-def steps_in_eval_mode(scene: Scene) -> str:
-    optimizer = scene.optimizer(optimizer=AveragingSGD)
-    optimizer.eval()
-    return raised(lambda: optimizer.step(batch_size=64))
 
 
 # -- of a DHT

@@ -4,7 +4,6 @@ table under "When peers do not find each other"."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 import time
@@ -31,7 +30,6 @@ from shoal.swarm.protocol import reach
 from shoal.swarm.protocol.messages import Pause, Progress
 from shoal.swarm.protocol.newcomers import Newcomers
 from shoal.swarm.protocol.tip import Tip
-from tests.optim.averaging_sgd import AveragingSGD
 from tests.optim.lack import Lack
 from tests.optim.models import make_model
 from tests.optim.test_fallback import together as epoch_of
@@ -253,31 +251,6 @@ def the_optimizer_keeps_something_odd(scene: Scene) -> None:
     options = {"optimizer": lambda params: Odd(params, lr=0.1), "load_state_timeout": 2.0}
     scene.optimizer(**options).step(batch_size=64)
     scene.optimizer(scene.another_dht(), **options).step(batch_size=8)
-
-
-class Swapping(AveragingSGD):
-    """In eval mode, parameters and state have changed places."""
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for parameter, values in self.state.items():
-            was = parameter.clone()
-            parameter.copy_(values["z"])
-            values["z"].copy_(was)
-
-
-@provokes(
-    "a newcomer waits for this peer's state: eval() of this peer's optimizer has changed its state: ask after train()"
-)
-def a_newcomer_asks_in_eval_mode(scene: Scene) -> None:
-    options = {"optimizer": Swapping, "load_state_timeout": 2.0}
-    donor = scene.optimizer(**options)
-    donor.train()
-    donor.step(batch_size=64)
-    donor.eval()
-    newcomer = scene.optimizer(scene.another_dht(), **options)
-    with contextlib.suppress(shoal.AveragingError):
-        newcomer.load_state_from_peers()
 
 
 @provokes("at … answers peer …, and initial_peers names … there")
