@@ -15,7 +15,7 @@ PAGE = DOCS / "troubleshooting.md"
 # In the order of the page. A guide with such a table that is missing here is an error.
 GUIDES = (
     "home", "relays", "peers", "equal", "optimizers", "options", "modes", "several-models", "checkpoints", "frameworks",
-    "closed-runs", "watching"
+    "schedule-free", "closed-runs", "watching"
 )  # fmt: skip
 HEADS = ("message", "what is said", "it says of a peer")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

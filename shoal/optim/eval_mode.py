@@ -8,8 +8,8 @@ falls due, the others wait for this peer as for any that is between two steps, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -104,8 +104,7 @@ class EvalMode:
 
     def _look_of_state(self) -> list[tuple[int, int, float]]:
         """Tells whether the state is another one. Writes through `.data` are not counted, hence the sums."""
-        kept = [values for values in self._optimizer().state.values() if isinstance(values, dict)]
-        tensors = [value for values in kept for value in values.values() if type(value) is Tensor]
+        tensors = list(_tensors_in(list(self._optimizer().state.values())))
         sums = [float(tensor.sum(dtype=torch.float64)) if tensor.is_floating_point() else 0.0 for tensor in tensors]
         return [(id(tensor), writes_of(tensor), each) for tensor, each in zip(tensors, sums, strict=True)]
 
@@ -113,3 +112,11 @@ class EvalMode:
     def _put(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for parameter, value in zip(own, values, strict=True):
             parameter.copy_(value)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if type(value) is Tensor:
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)

@@ -611,7 +611,8 @@ class Optimizer(ShowsGroups):
             return functools.partial(self._to_mode, modes[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _to_mode(self, mode: Mode) -> None:
+    def _to_mode(self, mode: Mode, is_on: bool = True) -> None:
+        mode = mode if is_on else "eval"  # as `train(False)` of modules
         if mode == "train" and self._replica.is_in_train:
             return  # frameworks call it before each batch: nothing needs to settle
         with self._in_trainer(mode):

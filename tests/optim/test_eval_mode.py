@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ Run = tuple[nn.Module, shoal.Optimizer]
 def run(dht: shoal.DHT, optimizer: Any = AveragingSGD, **options: Any) -> Iterator[Run]:
     model = make_model()
     given: dict[str, Any] = {"target_batch_size": 8, "batch_size_per_step": 8, "run_id": "eval", **options}
-    given |= {"optimizer": optimizer, "matchmaking_time": 5.0, "averaging_timeout": 20.0}
+    given = {"optimizer": optimizer, "matchmaking_time": 5.0, "averaging_timeout": 20.0} | given
     made = shoal.Optimizer(dht=dht, params=model.parameters(), **given)
     try:
         yield model, made
@@ -77,7 +78,7 @@ def test_eval_changes_the_model_and_nothing_else(mode: str, dht: shoal.DHT) -> N
                 wanted, before = averages(made), flat(model)
                 digest, samples = optimizer._replica.state_digest, optimizer.local_progress.samples_accumulated
                 optimizer.eval()
-                optimizer.eval()
+                optimizer.train(False)  # again
                 assert torch.equal(flat(model), wanted)  # the same operation on the same numbers
                 assert torch.equal(wanted, before) == (step == 0)  # after one step, z is the average
                 with pytest.raises(RuntimeError, match=r"in eval\(\): call train\(\)"):
@@ -112,6 +113,27 @@ def test_a_newcomer_gets_what_train_mode_has(dht: shoal.DHT) -> None:
             assert torch.equal(in_eval, flat(model))  # the same operation on the same numbers
             assert guest[1].load_state_from_peers() in (True, False)  # whether or not it loads, the mode stays
             assert torch.equal(flat(guest[0]), in_eval)
+
+
+def test_a_round_in_eval_mode_is_made_without_this_peer(dht: shoal.DHT) -> None:
+    given = {"target_batch_size": 16, "matchmaking_time": 0.5, "load_state_timeout": 10.0}
+    with shoal.DHT(dht.get_visible_maddrs(), start=True) as other, run(dht, **given) as one, run(other, **given) as two:
+        one[1].train()
+        two[1].train()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda made: train(made, range(2)), (one, two)))  # a round of both
+        two[1].eval()
+        in_eval = flat(two[0])
+        train(one, range(2, 6))
+        assert one[1].local_epoch > two[1].local_epoch  # it has made rounds alone
+        assert torch.equal(flat(two[0]), in_eval)
+        two[1].train()
+        for step in range(2, 20):  # the first may not know yet that the others are further
+            if two[1].local_epoch < one[1].local_epoch:
+                train(two, range(step, step + 1))
+        assert two[1].local_epoch == one[1].local_epoch
+        assert torch.equal(flat(two[0]), flat(one[0]))  # downloaded exactly
+        assert not two[1]._replica.is_in_eval
 
 
 @pytest.mark.parametrize("mode", ["at once", "on the host", "outer"])

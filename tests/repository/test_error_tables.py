@@ -11,7 +11,14 @@ import pytest
 
 import shoal
 from tests.repository.error_tables import PROVOCATIONS, Promise, Scene, promises, promises_of
-from tests.repository.provocations import closed_runs, errors, frameworks, optimizers, warnings  # noqa: F401 (they register what they provoke)
+from tests.repository.provocations import (  # noqa: F401 (they register what they provoke)
+    closed_runs,
+    errors,
+    frameworks,
+    optimizers,
+    schedule_free,
+    warnings,
+)
 
 pytestmark = pytest.mark.usefixtures("all_are_here")
 

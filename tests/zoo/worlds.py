@@ -319,7 +319,7 @@ def newcomer(entry: Entry, told: Told) -> Outcome:
     if len(both) >= EPOCHS - 2 and not unequal and downloads[1] + downloads[0] <= 1:
         return Outcome(Kind.EQUAL, f"{len(both)} epochs" if len(both) < EPOCHS else "")
     found = f"common epochs {both}, unequal {unequal}, downloads {downloads}"
-    telling = [line for line in told.warnings if _tells(line)]
+    telling = [line for line in told.warnings if _tells(line) or ("compute alike" in line and len(unequal) <= 1)]
     if telling:
         return Outcome(Kind.REFUSED if not both else Kind.WORD, f"{telling[0]} ({found})")
     why = [line for _, _, line in told.lines if "epoch" not in line[:6]]
