@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.flat import after_loading, before_loading, without_hooks
 from shoal.optim.contents import device_of
-from shoal.optim.own_form import GROUPS, STATE, has_torchs_form, tensors_in
+from shoal.optim.own_form import GROUPS, STATE, has_torchs_form, tensors_in, unsaved_options
 
 KEPT_BY_TORCH = frozenset({int, float, bool, type(None), complex})
 
@@ -19,11 +19,16 @@ def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
     torch's own `load_state_dict` casts tensors of the state to the dtype of their parameter, also whole numbers and
     float32 state of a bfloat16 parameter. It makes a text of a generator's name, and a deque forgets its bound. Its own
-    classes expect that. In other classes, what was saved is put back.
+    classes expect that. In other classes, what was saved is put back. Options that the class leaves out of its state
+    dicts stay, while torch would drop them with the groups.
     """
+    unsaved = unsaved_options(optimizer)
+    left_out = [{name: group[name] for name in unsaved & group.keys()} for group in optimizer.param_groups]
     state_dict = before_loading(optimizer, state_dict)
     with without_hooks(optimizer):
         optimizer.load_state_dict(state_dict)
+    for group, own in zip(optimizer.param_groups, left_out, strict=False):
+        group.update({name: value for name, value in own.items() if name not in group})
     kind = type(optimizer)
     is_torchs = kind.__module__.startswith("torch.optim")
     if kind.load_state_dict is torch.optim.Optimizer.load_state_dict and not is_torchs and has_torchs_form(state_dict):

@@ -30,6 +30,7 @@ from shoal.flat import grad_of
 from shoal.flat.allocation import memory_for
 from shoal.optim._torch import foreach_norm, writes_of
 from shoal.optim.closures import Closure, as_returned, call_step, calls_once, takes_closure
+from shoal.optim.tree import copy_of
 from shoal.swarm.protocol.loss import Loss
 
 EPOCHS = (
@@ -41,6 +42,33 @@ EARLY = (
     "with cluster= or grad_scaler=, step has called the closure before, because the gradients are needed then. Leave "
     "these out, or choose another optimizer"
 )
+
+
+NO_GRAPH = "does not require grad and does not have a grad_fn"  # as autograd says it
+
+
+class NeedsGraph(RuntimeError):
+    """A wrapped optimizer wants to differentiate gradients, which are averages of peers."""
+
+
+@contextlib.contextmanager
+def of_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, an optimizer makes its step with averages of gradients. Some classes (AdaHessian, SophiaH) would
+    differentiate these, as after `backward(create_graph=True)`, before they change anything.
+
+    Raises:
+        NeedsGraph: if it does.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_GRAPH not in str(error):
+            raise
+        raise NeedsGraph(
+            f"{type(optimizer).__name__} differentiates the gradients (backward(create_graph=True)), and its step here "
+            "is made with the averages of the peers' gradients, which have no graph. Train with outer=shoal.DiLoCo(…) "
+            "or use_local_updates=True, where it gets this peer's own gradients, or choose another optimizer"
+        ) from error
 
 
 class ClosureCalledAgain(RuntimeError):
@@ -137,7 +165,7 @@ class _Kept:
             case Tensor():
                 if id(value) not in self._seen:
                     self._seen.add(id(value))
-                    self._tensors.append((value, value.detach().clone()))
+                    self._tensors.append((value, copy_of(value.detach())))
                 return value
             case dict():
                 copied = copy.copy(value)

@@ -45,7 +45,7 @@ from shoal.optim.group_options import KERNELS, GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
-from shoal.optim.loss_steps import LossSteps
+from shoal.optim.loss_steps import LossSteps, of_averages
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
@@ -781,10 +781,11 @@ class Replica(TrainingState):
                 with as_grad(self.stepped, self._settings.max_grad_norm) as norm, self.options.of_run(options):
                     self.grad_norm = norm
                     self._pick_kernels()
-                    if loss is None:
-                        self.optimizer.step()
-                    else:
-                        self._steps.make_with(loss)
+                    with of_averages(self.optimizer):
+                        if loss is None:
+                            self.optimizer.step()
+                        else:
+                            self._steps.make_with(loss)
             self.options.step_scheduler()
             self._adopt_new_statistics()
             self.tip = tip

@@ -6,11 +6,13 @@ import io
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
+import pytest
 import torch
 
+import shoal
 from shoal.optim import tree
 from tests.optim.conftest import Alone
-from tests.optim.models import make_model
+from tests.optim.models import backward, fixed_batch, make_model
 from tests.optim.test_kinds_of_options import step
 
 
@@ -58,3 +60,30 @@ def test_all_of_it_comes_back(alone: Alone) -> None:
     assert tree.difference(own, theirs) is None
     assert own[0]["last"].maxlen == 3
     assert own[0]["table"] is own[1]["table"]
+
+
+class LeavesOut(torch.optim.SGD):
+    """Its state dicts have no option whose name begins with an underscore."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group["_notes"] = object
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for group in found["param_groups"]:
+            del group["_notes"]
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"outer": shoal.DiLoCo(inner_steps=1), "target_batch_size": None}], ids=str)
+def test_an_option_that_state_dicts_leave_out_stays(options: dict[str, Any], alone: Alone) -> None:
+    model = make_model()
+    given = {"target_batch_size": 64, "optimizer": LeavesOut, **options}
+    optimizer = alone(model, **given)
+    backward(model, *fixed_batch(0))
+    optimizer.step(batch_size=64)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.optimizer.param_groups[0]["_notes"] is object
+    optimizer.step(batch_size=64)
