@@ -206,7 +206,7 @@ class _Encoder:
             return [_Kind.FROZENSET, *self._members(value, path)]
         if isinstance(value, Enum):
             return [_Kind.MEMBER, kind.__qualname__[:MAX_MEMBERS], value.name]
-        if isinstance(value, tuple) and hasattr(kind, "_fields") and kind is not torch.Size:
+        if isinstance(value, tuple) and hasattr(kind, "__match_args__") and kind is not torch.Size:
             return [_Kind.NAMED_TUPLE, kind.__qualname__[:MAX_MEMBERS], *self._items(value, path)]
         if (leaf := _leaf(value)) is not None:
             return leaf
