@@ -1,6 +1,6 @@
 """What Muon for matrices and AdamW for the rest learns beside AdamW: loss by tokens and by CPU seconds.
 
-    python -m benchmarks.together [--epochs 150] [--seeds 2]
+    python -m benchmarks.together [--epochs 150] [--seeds 3]
 
 The demo's GPT is trained by one peer (`shoal.Optimizer`), with 16 samples in each epoch and the demo's schedule. Each
 side has its learning rate tuned on a seed of its own, which is not among those that are reported. Both sides see the
@@ -26,15 +26,16 @@ from shoal.cli.demo.model import CharacterGPT, ModelShape
 from shoal.cli.demo.settings import load_text
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the epochs, at which the loss is measured
-RATES = {"AdamW": (3e-3, 6e-3), "Muon and AdamW": (1e-2, 2e-2)}
+RATES = {"AdamW": (1.5e-3, 3e-3, 6e-3), "Muon and AdamW": (2e-2, 4e-2, 8e-2)}
 BETAS, DECAY, RATE_OF_REST = (0.9, 0.95), 0.05, 6e-3  # those of the demo
 TUNING_SEED, BATCH = 100, 16
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 NOTE = """\
-One process on 2 cores. *Seconds* are CPU seconds of training, forward and backward passes included, evaluations not.
-*±* is the standard error of the mean over seeds, which draw other parameters and batches."""
+One process with one thread, on a machine of 2 cores. *CPU seconds* are those of training, with forward and backward
+passes, without evaluations. *±* is the standard error of the mean over seeds, which draw other parameters and
+batches."""
 
 
 def make_of(side: str, rate: float) -> Make:
@@ -98,8 +99,9 @@ def main() -> None:
     """Tunes both sides, trains both with each seed in turn, and publishes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
+    torch.set_num_threads(1)
     facts, corpus = environment(), Corpus(load_text(None))
     tuned: dict[str, float] = {}
     tried: dict[str, dict[str, float]] = {}
