@@ -292,7 +292,7 @@ class _Encoder:
             if id(key) not in self._given:
                 raise self._refusal(path, "a dictionary or a set with a tensor for a key that is no parameter")
             return [_Kind.KEY, self._given[id(key)]]
-        if isinstance(key, tuple) and any(isinstance(item, Tensor) for item in key):
+        if _holds_tensor(key):
             raise self._refusal(path, "a dictionary or a set with a tensor in a key")
         return self.node(key, (*path, key))
 
@@ -370,6 +370,10 @@ def _class_name(kind: type) -> str:
 
 def _bits(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).untyped_storage())
+
+
+def _holds_tensor(key: Any) -> bool:
+    return isinstance(key, Tensor) or (isinstance(key, tuple | frozenset) and any(map(_holds_tensor, key)))
 
 
 def _plain_node(value: Any, refusal: Callable[[str], CannotTravel]) -> Any:
@@ -597,7 +601,7 @@ class _Decoder:
                 raise ValueError(f"there is a reference to tensor {node[1]} of {len(self._tensors)}")
             return self._tensors[node[1]]
         key = self.value(node, None, depth)
-        if isinstance(key, Tensor) or not isinstance(key, Hashable):
+        if _holds_tensor(key) or not isinstance(key, Hashable):
             raise ValueError(f"a {type(key).__name__} is a key")
         hash(key)  # a tuple may hold what has no hash: TypeError
         return key
