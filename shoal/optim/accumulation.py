@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,11 @@ from shoal.optim.state import Replica
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.loss import Loss, mean_of
+from shoal.swarm.protocol.sparing import Sparing
 
 log = logging.getLogger(__name__)
+
+TOLD, TOLD_SECONDS = 8, 60.0  # warnings of gradients that are not finite: at most so many in so many seconds
 
 
 class Accumulation:
@@ -56,6 +60,7 @@ class Accumulation:
         self.loss: Loss | None = None
         self._losses: list[tuple[Any, float]] = []  # of the batches with a closure: the loss, and the samples
         self._samples_with_loss = 0.0
+        self._sparing = Sparing(TOLD, TOLD_SECONDS)
         self._told_of_losses = False  # whether a warning has told of a closure without a usable loss
 
     @property
@@ -242,7 +247,8 @@ class Accumulation:
             if self.drift is not None:
                 what, then = "inner steps", "it goes back to the anchor, and joins without them"
             fields = self._run.faults.add(FaultKind.NOT_FINITE, f"this peer's {what} have NaN or infinity")
-            log.warning("this peer's %s are not finite (NaN or infinity): %s", what, then, extra=fields)
+            if self._sparing.allows(what.encode(), time.monotonic()):
+                log.warning("this peer's %s are not finite (NaN or infinity): %s", what, then, extra=fields)
         return usable
 
     # -- gradients with rounds of their own

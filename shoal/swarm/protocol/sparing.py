@@ -1,4 +1,4 @@
-"""Limits how often something is reported about one peer, which may make it up."""
+"""Limits how often something is reported about one peer, which may make it up, or of one kind."""
 
 from __future__ import annotations
 
