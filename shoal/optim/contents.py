@@ -4,7 +4,7 @@ memory, and a tree of everything else (see `shoal.optim.tree`)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from shoal.flat import members_of
 from shoal.optim import tree
+from shoal.optim.group_options import KERNELS
 from shoal.optim.own_form import own_form, tensors_in, unsaved_options
 from shoal.optim.plain import is_plain, plain, restored
 
+NOT_SENT = KERNELS | {"params", "param_names"}
+"""What newcomers have of their own in each group."""
 GROUPS, VALUES, REST, FORM = "groups", "values", "rest", "form"
 
 
@@ -59,7 +62,7 @@ class Contents:
         rest = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         form = own_form(optimizer) if with_form else None
         unsaved = unsaved_options(optimizer)
-        options = [{n: _without_class(value) for n, value in group.items() if n not in unsaved} for group in groups]
+        options = [{name: value for name, value in group.items() if name not in unsaved} for group in groups]
         return cls(statistics, Others(options, values, rest, form).as_tree)
 
     def with_places(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -121,15 +124,34 @@ def in_flat_memory(held: Sequence[tuple[int, Any, Any]]) -> list[tuple[int, str,
         and tree.carrier(one[2].dtype) is one[2].dtype
         and _lies_in_order(one[2])
     ]
-    memories = Counter(tree.memory_of(value) for _, _, value in able)
-    return sorted((one for one in able if memories[tree.memory_of(one[2])] == 1), key=lambda one: (one[1], one[0]))
+    shared = _share_memory([tensor for _, _, tensor in able])
+    return sorted((one for one in able if id(one[2]) not in shared), key=lambda one: (one[1], one[0]))
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> set[int]:
+    """The ids of the tensors that are met twice, or that share memory with another of them."""
+    counts = Counter(map(id, tensors))
+    shared = {id(tensor) for tensor in tensors if counts[id(tensor)] > 1}
+    spans = sorted((*_span_of(tensor), id(tensor)) for tensor in tensors if tensor.numel())
+    reached, last = 0, 0  # the end of the spans before, and the tensor that reaches so far
+    for begin, end, which in spans:
+        if begin < reached:
+            shared |= {which, last}
+        if end > reached:
+            reached, last = end, which
+    return shared
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    begin, shape = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+    return begin, begin + (1 + sum((count - 1) * step for count, step in shape)) * tensor.element_size()
 
 
 def _lies_in_order(tensor: Tensor) -> bool:
     """Whether the elements lie in order, or as those of a parameter in channels_last before it moved to flat memory; or
     whether one element stands for all. A matrix that lies otherwise, as some that torch.linalg makes, is computed with
     in another order, and so with other rounding, if it moves there."""
-    if tensor.is_contiguous() or not any(tensor.stride()):
+    if tree.order_of(tensor) == () or not any(tensor.stride()):
         return True
     as_channels = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     return as_channels is not None and tensor.is_contiguous(memory_format=as_channels)
@@ -154,7 +176,8 @@ class Others:
     @property
     def as_tree(self) -> dict[str, Any]:
         """As `Contents.others`."""
-        others = {GROUPS: self.groups, VALUES: self.values, REST: self.rest}
+        options = [{name: _without_class(value) for name, value in group.items()} for group in self.groups]
+        others = {GROUPS: options, VALUES: self.values, REST: self.rest}
         return others if self.form is None else others | {FORM: self.form}
 
     @classmethod
@@ -164,7 +187,8 @@ class Others:
         tensors: Sequence[Tensor],
         mine: Any,
         parameters: int,
-        kinds: Sequence[type[Tensor]] = (),
+        kinds: Sequence[type] = (),
+        own: int = 0,
     ) -> Others:
         """Decode what `Contents.encoded` has encoded.
 
@@ -173,22 +197,26 @@ class Others:
             tensors: the parameters, the statistics, the tensors of the tree.
             mine: this peer's own others.
             parameters: how many there are.
-            kinds: the classes of tensors that this peer's optimizer has, see `tree.kinds_of_tensors`.
+            kinds: classes that this peer's optimizer has, see `tree.kinds_of`.
+
+            own: the number of the parameters and the statistics.
 
         Raises:
             ValueError: if it is anything else.
         """
-        given = tree.decode(encoded, tensors, mine, kinds)
+        given = tree.decode(encoded, tensors, mine, kinds, own)
         if type(given) is not dict or given.keys() - {FORM} != {GROUPS, VALUES, REST}:
             raise ValueError("the state of the optimizer has not the parts of one")
         groups, values, rest = given[GROUPS], given[VALUES], given[REST]
         if type(groups) is not list or any(type(one) is not dict for one in (*groups, values, rest)):
             raise ValueError("the options or the state of the optimizer are no dictionaries")
-        if any(type(name) is not str or name == "params" for group in groups for name in group):
-            raise ValueError("an option of a parameter group has no name, or is 'params'")
+        if any(type(name) is not str for group in groups for name in group):
+            raise ValueError("an option of a parameter group has no name")
+        if any(isinstance(key, Tensor) for key in rest):
+            raise ValueError("the state of no parameter is that of one")
         if any(type(n) is not int or not 0 <= n < parameters or type(of) is not dict for n, of in values.items()):
             raise ValueError(f"the state has values of a parameter that does not exist: there are {parameters}")
-        return cls(groups, values, rest, given.get(FORM))
+        return cls(_sent(groups), values, rest, given.get(FORM))
 
     @classmethod
     def of_older(cls, groups: list[dict[str, Any]], values: Sequence[tuple[int, str, Any]]) -> Others:
@@ -196,7 +224,12 @@ class Others:
         by_number: dict[int, dict[Any, Any]] = {}
         for number, name, value in values:
             by_number.setdefault(number, {})[name] = value
-        return cls(groups, by_number, {})
+        return cls(_sent(groups), by_number, {})
+
+
+def _sent(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The options without those that each peer has for itself, whoever has sent them."""
+    return [{name: value for name, value in group.items() if name not in NOT_SENT} for group in groups]
 
 
 def device_of(tensor: Tensor, parameter: Tensor, options: Mapping[str, Any]) -> torch.device:
@@ -206,26 +239,29 @@ def device_of(tensor: Tensor, parameter: Tensor, options: Mapping[str, Any]) -> 
     return parameter.device if reads_there else torch.device("cpu")
 
 
-def place(others: Others, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+def place(
+    others: Others, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], own: Collection[Tensor]
+) -> None:
     """Move tensors of others that were decoded, in place, to where this peer's optimizer needs them. An option that is
-    a tensor here already stays where it is."""
+    a tensor here already stays where it is, and so do this peer's `own` tensors."""
+    mine_already = set(map(id, own))
+
+    def move(tensor: Tensor, device: torch.device) -> None:
+        if tensor.device != device and id(tensor) not in mine_already:
+            tensor.data = tensor.data.to(device)
+
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for number, values in others.values.items():
         parameter = parameters[number]
         for tensor in tensors_in(values):
-            _move(tensor, device_of(tensor, parameter, groups.get(id(parameter), {})))
-    for own, options in zip(optimizer.param_groups, others.groups, strict=False):
+            move(tensor, device_of(tensor, parameter, groups.get(id(parameter), {})))
+    for group, options in zip(optimizer.param_groups, others.groups, strict=False):
         for name, value in options.items():
             for tensor in tensors_in(value):
-                mine, first = own.get(name), next(iter(own["params"]), tensor)
-                _move(tensor, mine.device if isinstance(mine, Tensor) else device_of(tensor, first, own))
+                mine, first = group.get(name), next(iter(group["params"]), tensor)
+                move(tensor, mine.device if isinstance(mine, Tensor) else device_of(tensor, first, group))
     for tensor in tensors_in(others.rest):
-        _move(tensor, device_of(tensor, next(iter(parameters), tensor), {}))
-
-
-def _move(tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        tensor.data = tensor.data.to(device)
+        move(tensor, device_of(tensor, next(iter(parameters), tensor), {}))
 
 
 def options_for(
@@ -247,9 +283,14 @@ def options_for(
 
     def as_mine(value: Any, own: Any, name: str, are_torchs: bool) -> Any:
         takes_number = isinstance(own, Tensor) or (are_torchs and own is not None)
+        is_number = isinstance(own, int | float | str)
+        if isinstance(value, torch.nn.Parameter) or (is_number and not is_plain(value)):
+            raise ValueError(f"{name} is a {type(value).__name__}, and {own!r:.40} at this peer")
         if isinstance(value, Tensor):
             return restored(plain(value), own, name) if takes_number and value.numel() == 1 else value
-        return restored(value, own, name) if is_plain(value) and not isinstance(value, tuple) else value
+        if own is None or not is_plain(value) or next(tensors_in(value), None) is not None:
+            return value
+        return restored(plain(value), own, name)
 
     return [
         {name: as_mine(value, own.get(name), name, is_torchs) for name, value in options.items()}

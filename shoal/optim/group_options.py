@@ -157,7 +157,7 @@ class GroupOptions:
     def record(self) -> None:
         """From now on, give newcomers the present values of the groups."""
         self.at_tip = [
-            {key: _copied(value) for key, value in group.items() if key not in KERNELS | {"params"}}
+            {key: _copied(value) for key, value in group.items() if key not in KERNELS | {"params", "param_names"}}
             for group in self._optimizer.param_groups
         ]
 
@@ -202,7 +202,7 @@ class GroupOptions:
             own = self._column(name) if name in self._holders else []
             if isinstance(values, bytes):
                 continue
-            if not _are_equal(own, values):
+            if not _are_equal(own, values) and None not in own:
                 self._tell_difference(name, own, values)
             for group, mine, value in zip(self._groups(name), own, values, strict=True):
                 given = group[name]
@@ -212,7 +212,8 @@ class GroupOptions:
                     _put_plain(group, name, value)
                 if is_other or group[name] is not given:
                     kept = mine if group[name] is given else given  # a tensor that was written in place
-                    replaced.append((group, name, kept, plain_or(group[name])))
+                    if given is not None:  # else this peer has not made the first step, which sets the option
+                        replaced.append((group, name, kept, plain_or(group[name])))
         try:
             yield
             self.record()

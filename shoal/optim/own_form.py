@@ -109,13 +109,14 @@ def _beside(value: Any, state: Any, held: set[Any]) -> Any:
     return {key: item for key, item in found.items() if item is not None}
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a value of a state dict: a tensor, or containers of them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth < tree.MAX_DEPTH and isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in((key, item), depth + 1)
-    elif depth < tree.MAX_DEPTH and isinstance(value, list | tuple | set | deque):
-        for item in value:
-            yield from tensors_in(item, depth + 1)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value of a state dict: a tensor, or containers of them. What is met again is not looked into."""
+    met: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, Mapping | list | tuple | set | frozenset | deque) and id(one) not in met:
+            met.add(id(one))
+            left += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one

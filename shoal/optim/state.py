@@ -38,10 +38,20 @@ from shoal.flat.allocation import memory_for
 from shoal.optim import tree
 from shoal.optim.as_saved import load_as_saved
 from shoal.optim.closures import Closure
-from shoal.optim.contents import FORM, Contents, Others, device_of, in_flat_memory, options_for, place, place_of
+from shoal.optim.contents import (
+    FORM,
+    NOT_SENT,
+    Contents,
+    Others,
+    device_of,
+    in_flat_memory,
+    options_for,
+    place,
+    place_of,
+)
 from shoal.optim.drift import Drift
 from shoal.optim.eval_mode import EvalMode, Mode
-from shoal.optim.group_options import KERNELS, GroupOptions, check_options
+from shoal.optim.group_options import GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
@@ -51,6 +61,7 @@ from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
+from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
@@ -371,7 +382,12 @@ class TrainingState:
         """
         with memory_for("the state that this peer would load", NoMemoryForState):
             kept: dict[Tensor, dict[Any, Any]] = {}
-            checked = [self._checked(each, kept) for each in given]
+            try:
+                checked = [self._checked(each, kept) for each in given]
+            except (ValueError, MemoryError, AveragingError):
+                raise
+            except Exception as error:  # whatever a class raises about values that anybody may have sent
+                raise ValueError(f"the state can't be read: {error!r:.200}") from error
             pairs = [pair for each in checked for pair in each.pairs]
             moved, memory = self._memory_for_statistics([each.part for each in given], kept)
             views = [] if memory is None else memory.views()
@@ -422,7 +438,7 @@ class TrainingState:
             wanted = given.others.as_tree
             if now.encoded([*tensors], names) == tree.encode(wanted, [*tensors]):
                 return ""
-        except tree.CannotTravel as error:
+        except Exception as error:  # noqa: BLE001 (it holds something that can't be looked at)
             return str(error)
         return place_of(names, tree.difference(wanted, now.others) or ())
 
@@ -453,8 +469,12 @@ class TrainingState:
         if len(others.groups) != len(mine):
             raise ValueError(f"the state has {len(others.groups)} parameter groups, this peer {len(mine)}")
         others = dataclasses.replace(others, groups=options_for(self.optimizer, mine, others.groups))
+        are_statistics = {id(tensor) for tensor, _ in statistics}
         for index, values in others.values.items():
-            kept.setdefault(part.parameters[index], {}).update(values)
+            held = kept.setdefault(part.parameters[index], {})
+            if held.keys() & values.keys() or any(id(value) in are_statistics for value in values.values()):
+                raise ValueError(f"the state of parameter {index} has a statistic twice")
+            held.update(values)
         if (self.scheduler is None) != (scalars.scheduler is None):
             raise ValueError("the state has a scheduler and this peer has none, or the other way round")
         scheduled: dict[str, Any] = {}
@@ -473,16 +493,16 @@ class TrainingState:
         end = len(given.tensors) - scalars.extras
         theirs = [tensor.clone() for tensor in given.tensors[end - scalars.tensors : end]]
         mine = Contents.of(self.optimizer, parameters, self._options()).others
-        tensors, kinds = [*parameters, *statistics, *theirs], tree.kinds_of_tensors(self.optimizer)
-        others = Others.decoded(scalars.tree, tensors, mine, len(parameters), kinds)
-        place(others, self.optimizer, parameters)
+        tensors, kinds = [*parameters, *statistics, *theirs], tree.kinds_of(self.optimizer)
+        own = len(parameters) + len(statistics)
+        others = Others.decoded(scalars.tree, tensors, mine, len(parameters), kinds, own)
+        place(others, self.optimizer, parameters, tensors[:own])
         check_form(self.optimizer, mine.get(FORM), others.form)
         return others
 
     def _options(self) -> list[dict[str, Any]]:
         """The present options of the parameter groups that newcomers get."""
-        left_out = KERNELS | {"params"}
-        return [{k: v for k, v in group.items() if k not in left_out} for group in self.optimizer.param_groups]
+        return [{k: v for k, v in group.items() if k not in NOT_SENT} for group in self.optimizer.param_groups]
 
     def _take_statistics(self, given: PartState, kept: dict[Tensor, dict[Any, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Add the statistics after the load to `kept`, by parameter and name: the tensors that the optimizer has
@@ -503,7 +523,9 @@ class TrainingState:
                     else torch.empty_like(theirs, device=device)
                 )
             pairs.append((mine, theirs))
-            kept.setdefault(parameter, {})[name] = mine
+            if name in kept.setdefault(parameter, {}):
+                raise ValueError(f"the state of parameter {index} has {name!r:.60} twice")
+            kept[parameter][name] = mine
         return pairs
 
     def _memory_for_statistics(
@@ -1042,6 +1064,8 @@ class Replica(TrainingState):
     def _without_frozen(self, state: PartState) -> PartState:
         """The state without frozen parameters, which a kept state of an older release has."""
         scalars, all_of_them = state.scalars, [] if self._not_stepped else parameters_of(self.optimizer)
+        if scalars.tree:
+            return state  # of this release
         if len(state.tensors) - len(scalars.statistics) - scalars.extras != len(all_of_them) or not self.frozen:
             return state
         places = [number for number, parameter in enumerate(all_of_them) if parameter.requires_grad]

@@ -31,7 +31,10 @@ from torch import Tensor
 
 MAX_DEPTH: Final = 32
 MAX_NODES: Final = 1 << 20
-MAX_BYTES: Final = 64 << 20
+MAX_BYTES: Final = 8 << 20
+MAX_ODD_KEYS: Final = 4096
+"""Keys and members of sets that are tuples, complex or large numbers and the like. Whoever sends a tree may choose such
+keys with one hash, and then a dictionary compares each with each."""
 MAX_INT_BYTES: Final = 128
 MAX_MEMBERS: Final = 64
 """Members of a named tuple, and letters of the name of a class."""
@@ -45,7 +48,8 @@ Show: TypeAlias = Callable[[Path], str]
 def shown(path: Path) -> str:
     """The path for a message: a name, and what stands below it in brackets."""
     name, *below = path
-    return f"{name!r:.60}" + "".join(f"[{key!r:.40}]" for key in below)
+    keys = ["a parameter" if isinstance(key, Tensor) else repr(key) for key in (name, *below)]
+    return f"{keys[0]:.60}" + "".join(f"[{key:.40}]" for key in keys[1:])
 
 
 class CannotTravel(ValueError):
@@ -148,7 +152,12 @@ def travels(kind: type, name: str, of: Callable[[Any], Any], back: Callable[...,
 
 def pair_of(kind: type[torch.optim.Optimizer]) -> Pair | None:
     """How what optimizers of that class keep outside of their state travels; None if nobody has said."""
-    return next((_pairs[one] for one in kind.__mro__ if one in _pairs), None)
+    for one in kind.__mro__:
+        if one in _pairs:
+            return _pairs[one]
+        if "state_dict" in vars(one):  # it saves more than the class for which somebody has said it
+            break
+    return None
 
 
 # -- encoding
@@ -180,6 +189,8 @@ class _Encoder:
         for place, tensor in enumerate(tensors):
             self._spans.add(tensor, (f"tensor {place}",))
         self._met: dict[int, int] = {}  # by id of a list, dictionary, set or deque: its number
+        self._sizes: list[int] = []  # by number: the values in it, as often as they are met when it is read
+        self._odd_keys = 0
         self._open: set[int] = set()  # the ids of those on the way to the present value
         self._kept: list[Any] = []  # so that no id is used twice
         self._nodes = 0
@@ -219,6 +230,8 @@ class _Encoder:
         kind = type(tensor)
         if kind not in (Tensor, torch.nn.Parameter):
             return self._wrapped(tensor, path)
+        if tensor.is_conj() or tensor.is_neg():
+            raise self._refusal(path, "a tensor that is conjugated or negated when it is read")
         if tensor.layout is not torch.strided or tensor.dtype not in _CARRIED | _CARRIABLE or tensor.is_meta:
             raise self._refusal(path, f"a tensor of {tensor.dtype} and {tensor.layout} on {tensor.device}")
         order = order_of(tensor)
@@ -247,12 +260,18 @@ class _Encoder:
         if id(value) in self._met:
             if id(value) in self._open:
                 raise self._refusal(path, "a part of itself")
-            return [_Kind.AGAIN, self._met[id(value)]]
-        self._met[id(value)] = len(self._met)
+            number = self._met[id(value)]
+            self._nodes += self._sizes[number]
+            if self._nodes > MAX_NODES:
+                raise CannotTravel(f"{self._show(())} has more than {MAX_NODES} values")
+            return [_Kind.AGAIN, number]
+        number = self._met[id(value)] = len(self._met)
+        self._sizes.append(self._nodes)
         self._kept.append(value)
         self._open.add(id(value))
         node = self._contents(value, path)
         self._open.discard(id(value))
+        self._sizes[number] = self._nodes - self._sizes[number]
         return node
 
     def _contents(self, value: Any, path: Path) -> list[Any]:
@@ -294,6 +313,11 @@ class _Encoder:
             return [_Kind.KEY, self._given[id(key)]]
         if _holds_tensor(key):
             raise self._refusal(path, "a dictionary or a set with a tensor in a key")
+        self._odd_keys += is_odd(key)
+        if self._odd_keys > MAX_ODD_KEYS:
+            raise CannotTravel(
+                f"{self._show(())} has more than {MAX_ODD_KEYS} keys that are no texts and small numbers"
+            )
         return self.node(key, (*path, key))
 
 
@@ -330,13 +354,20 @@ def is_taken_apart(kind: type) -> bool:
     return kind is not Tensor and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
-def kinds_of_tensors(made: object) -> list[type[Tensor]]:
-    """The classes of tensors that are taken apart and that the modules of an object's class name. So a newcomer, whose
-    optimizer has made no state yet, knows them, and no class is looked for by a name that somebody has sent."""
+def kinds_of(made: object) -> list[type]:
+    """The classes that the modules of an object's class name: of tensors that are taken apart, of enumerations and of
+    named tuples. So a newcomer, whose optimizer has made no state yet, knows them, and no class is looked for by a name
+    that somebody has sent."""
     modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in type(made).__mro__}
     named = [value for module in modules.values() if module is not None for value in vars(module).values()]
-    found = [one for one in named if isinstance(one, type) and issubclass(one, Tensor) and is_taken_apart(one)]
-    return list(dict.fromkeys(found))
+    found = dict.fromkeys(one for one in named if isinstance(one, type))
+    return [
+        one
+        for one in found
+        if issubclass(one, Enum)
+        or (issubclass(one, tuple) and hasattr(one, "__match_args__"))
+        or (issubclass(one, Tensor) and is_taken_apart(one))
+    ]
 
 
 def copy_of(value: Any) -> Any:
@@ -370,6 +401,14 @@ def _class_name(kind: type) -> str:
 
 def _bits(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).untyped_storage())
+
+
+def is_odd(key: Any) -> bool:
+    """Whether many keys with one hash can be found. Those of texts and bytes are salted; of numbers of 64 bits, only a
+    few have the same."""
+    if type(key) is int:
+        return not -(1 << 63) <= key < 1 << 64
+    return type(key) not in (str, bytes, float, bool, type(None))
 
 
 def _holds_tensor(key: Any) -> bool:
@@ -473,14 +512,17 @@ def _name(dtype: torch.dtype) -> str:
 # -- decoding
 
 
-def decode(encoded: bytes, tensors: Sequence[Tensor], mine: Any = None, kinds: Iterable[type[Tensor]] = ()) -> Any:
+def decode(
+    encoded: bytes, tensors: Sequence[Tensor], mine: Any = None, kinds: Iterable[type] = (), own: int = 0
+) -> Any:
     """Decode a tree that anybody may have sent.
 
     Args:
         encoded: the bytes.
         tensors: the tensors with their places.
         mine: this peer's own tree. It gives the classes of members of enumerations, and of named tuples.
-        kinds: the classes that tensors may have, see `kinds_of_tensors`.
+        kinds: other classes that values may have, see `kinds_of`.
+        own: the first so many tensors are this peer's, and stay what they are.
 
     Raises:
         ValueError: if it is no such tree.
@@ -488,17 +530,23 @@ def decode(encoded: bytes, tensors: Sequence[Tensor], mine: Any = None, kinds: I
     if len(encoded) > MAX_BYTES:
         raise ValueError(f"a tree of {len(encoded)} bytes, more than {MAX_BYTES}")
     try:
-        value = _Decoder(tensors, kinds).value(msgspec.msgpack.decode(encoded), mine, 0)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, TypeError) as error:
-        raise ValueError(f"not a tree: {error}") from error
+        value = _Decoder(tensors, kinds, own).value(msgspec.msgpack.decode(encoded), mine, 0)
+    except ValueError:
+        raise
+    except Exception as error:  # of classes that make their objects of what anybody may have sent, too
+        raise ValueError(f"not a tree: {error!r:.200}") from error
     return value
 
 
 class _Decoder:
-    def __init__(self, tensors: Sequence[Tensor], kinds: Iterable[type[Tensor]]) -> None:
-        self._tensors, self._kinds = tensors, {_class_name(kind): kind for kind in kinds}
+    def __init__(self, tensors: Sequence[Tensor], kinds: Iterable[type], own: int) -> None:
+        self._tensors, self._own = tensors, own
+        self._kinds = {_class_name(kind): kind for kind in kinds if issubclass(kind, Tensor)}
+        self._named = {kind.__qualname__[:MAX_MEMBERS]: kind for kind in kinds if not issubclass(kind, Tensor)}
         self._read: dict[tuple[Any, ...], Tensor] = {}
         self._met: list[Any] = []  # the lists, dictionaries, sets and deques; `_OPEN` for those under way
+        self._sizes: list[int] = []  # of these: the values in them
+        self._odd_keys = 0
         self._nodes = 0
 
     def value(self, node: Any, mine: Any, depth: int = 0) -> Any:
@@ -526,9 +574,10 @@ class _Decoder:
 
     def _named_tuple(self, node: list[Any], mine: Any, depth: int) -> Any:
         name, *items = node
-        if not _is_named(mine, tuple, name) or len(mine) != len(items):
-            raise ValueError(f"there is a {name!r:.40} of {len(items)} members, and this peer has none there")
-        return type(mine)(*self._items(items, mine, depth))
+        kind: Any = type(mine) if _is_named(mine, tuple, name) else self._named.get(name)
+        if kind is None or not issubclass(kind, tuple) or len(kind.__match_args__) != len(items):
+            raise ValueError(f"there is a {name!r:.40} of {len(items)} members, and this peer's optimizer has none")
+        return kind(*self._items(items, mine, depth))
 
     def _deque(self, node: list[Any], mine: Any, depth: int) -> deque[Any]:
         longest, *items = node
@@ -579,10 +628,11 @@ class _Decoder:
 
     @contextmanager
     def _meeting(self, made: Any) -> Iterator[None]:
-        number = len(self._met)
+        number, before = len(self._met), self._nodes
         self._met.append(_OPEN)
+        self._sizes.append(0)
         yield
-        self._met[number] = made
+        self._met[number], self._sizes[number] = made, self._nodes - before
 
     def _items(self, node: list[Any], mine: Any, depth: int) -> list[Any]:
         own = list(mine) if isinstance(mine, list | tuple | deque) else []
@@ -603,6 +653,9 @@ class _Decoder:
         key = self.value(node, None, depth)
         if _holds_tensor(key) or not isinstance(key, Hashable):
             raise ValueError(f"a {type(key).__name__} is a key")
+        self._odd_keys += is_odd(key)
+        if self._odd_keys > MAX_ODD_KEYS:
+            raise ValueError(f"more than {MAX_ODD_KEYS} keys are no texts and small numbers")
         hash(key)  # a tuple may hold what has no hash: TypeError
         return key
 
@@ -610,6 +663,9 @@ class _Decoder:
         (number,) = node
         if _natural(number) >= len(self._met) or self._met[number] is _OPEN:
             raise ValueError(f"there is a reference to list {number} of {len(self._met)}, or to itself")
+        self._nodes += self._sizes[number]
+        if self._nodes > MAX_NODES:
+            raise ValueError(f"a tree of more than {MAX_NODES} values")
         return self._met[number]
 
     # -- values without parts
@@ -619,6 +675,10 @@ class _Decoder:
         if _natural(place) >= len(self._tensors):
             raise ValueError(f"there is a reference to tensor {place} of {len(self._tensors)}")
         tensor, dtype = self._tensors[place], _dtype(name)
+        if place < self._own:
+            if dtype != tensor.dtype:
+                raise ValueError(f"tensor {place} is this peer's, of {tensor.dtype}, and {name} in the tree")
+            return self._once((place,), lambda: tensor)
         if dtype not in _CARRIED | _CARRIABLE or tensor.dtype not in (dtype, carrier(dtype)):
             raise ValueError(f"tensor {place} is {tensor.dtype}, and {name} in the tree")
         tensor = tensor.view(dtype) if tensor.dtype != dtype else tensor
@@ -711,9 +771,10 @@ class _Decoder:
 
     def _member(self, node: list[Any], mine: Any, depth: int) -> Any:
         name, member = node
-        if not _is_named(mine, Enum, name) or member not in type(mine).__members__:
-            raise ValueError(f"there is a {name!r:.40}.{member!r:.40}, and this peer has no member of that class there")
-        return type(mine)[member]
+        kind = type(mine) if _is_named(mine, Enum, name) else self._named.get(name)
+        if kind is None or not issubclass(kind, Enum) or member not in kind.__members__:
+            raise ValueError(f"there is a {name!r:.40}.{member!r:.40}, and this peer's optimizer has no such class")
+        return kind[member]
 
     def _object(self, node: list[Any], mine: Any, depth: int) -> Any:
         name, contents = node

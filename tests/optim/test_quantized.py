@@ -15,7 +15,7 @@ from torch import Tensor
 import shoal
 from shoal.compression import NoCompression
 from shoal.optim.state import TrainingState
-from shoal.optim.tree import CannotTravel, copy_of, decode, difference, encode, kinds_of_tensors
+from shoal.optim.tree import CannotTravel, copy_of, decode, difference, encode, kinds_of
 from tests.optim.conftest import Alone
 from tests.optim.models import backward, fixed_batch, flat, make_model
 from tests.optim.quantized import Eight, Quantizing
@@ -53,8 +53,8 @@ def test_its_class_comes_from_the_readers_optimizer_and_from_nowhere_else() -> N
     ):
         decode(encoded, tensors)
     model = make_model()
-    assert Eight in kinds_of_tensors(Quantizing(model.parameters()))
-    assert Eight not in kinds_of_tensors(torch.optim.SGD(model.parameters()))
+    assert Eight in kinds_of(Quantizing(model.parameters()))
+    assert Eight not in kinds_of(torch.optim.SGD(model.parameters()))
 
 
 def forged(change: Callable[[list[Any]], None]) -> bytes:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.optim import tree
-from shoal.optim.tree import CannotTravel, decode, encode
+from shoal.optim.tree import CannotTravel, _Kind, decode, encode
 
 Point = namedtuple("Point", "x y")
 
@@ -157,7 +157,7 @@ def test_members_and_named_tuples_need_this_peers_own() -> None:
     value = {"colour": Colour.RED, "at": [Point(1, 2.0)]}
     assert same(there_and_back(value, {"colour": Colour.RED, "at": [Point(0, 0)]}), value)
     for mine in (None, {"colour": 1, "at": [(0, 0)]}):
-        with pytest.raises(ValueError, match="this peer has no"):
+        with pytest.raises(ValueError, match="this peer's optimizer has n"):
             decode(encode(value, []), [], mine)
 
 
@@ -262,3 +262,24 @@ def test_a_parameter_can_be_a_key() -> None:
     assert encode(back, [theirs]) == encoded
     with pytest.raises(ValueError, match="reference to tensor 0 of 0"):
         decode(encoded, [])
+
+
+def test_what_is_met_again_counts_as_often_as_it_is_read() -> None:
+    """Else a few bytes are a value that nobody can walk through."""
+    bomb: Any = [1]
+    for _ in range(21):
+        bomb = [bomb, bomb]
+    with pytest.raises(CannotTravel, match="has more than 1048576 values"):
+        encode(bomb, [])
+    sent: Any = [_Kind.LIST, 1]
+    for level in range(21):  # list k holds list k + 1 twice
+        sent = [_Kind.LIST, sent, [_Kind.AGAIN, 21 - level]]
+    with pytest.raises(ValueError, match="a tree of more than 1048576 values"):
+        decode(msgspec.msgpack.encode(sent), [])
+
+
+@pytest.mark.parametrize("odd", [lambda n: n * ((1 << 61) - 1) + (1 << 70), lambda n: (n, n), complex])
+def test_keys_with_one_hash_are_few(odd: Any) -> None:
+    with pytest.raises(CannotTravel, match="keys that are no texts"):
+        encode({odd(n): n for n in range(tree.MAX_ODD_KEYS + 1)}, [])
+    assert encode({odd(n): n for n in range(100)}, [])

@@ -58,4 +58,6 @@ def mean_of(given: Iterable[tuple[Loss | None, float]]) -> Loss | None:
     values, total = [loss.value for loss in losses], sum(weight for _, weight in pairs)
     moved = sum(weight / total * (value - values[0]) for (_, weight), value in zip(pairs, values, strict=True))
     mean = min(max(values[0] + moved, min(values)), max(values))  # rounding never leads out of their range
-    return Loss(mean, max(loss.kind for loss in losses))
+    kinds = {loss.kind for loss in losses}
+    # A class that reads a tensor can't read a number, so one peer's number makes no number of the others' tensors.
+    return Loss(mean, LossKind.FLOAT64 if LossKind.NUMBER in kinds and len(kinds) > 1 else max(kinds))
