@@ -74,6 +74,7 @@ _WHOLE_TENSORS: Final = {
 
 _STEP_SIZE: Final = "it computes one step size from all parameters"
 _NORM: Final = "it goes by the norm of all gradients"
+_MIDDLE: Final = "it evaluates the loss in the midst of its step, with all parameters"
 _ALL_PARAMETERS: Final = {
     "prodigy": _STEP_SIZE,
     "dadaptadagrad": _STEP_SIZE,
@@ -91,6 +92,9 @@ _ALL_PARAMETERS: Final = {
     "bsam": _NORM,
     "looksam": _NORM,
     "friendlysam": _NORM,
+    "lorarite": "it steps two matrices together",
+    "sgdschedulefreeclosure": _MIDDLE,
+    "adamwschedulefreeclosure": _MIDDLE,
 }
 """By name, as above: classes that gave other numbers when two optimizers had half of the parameters each."""
 

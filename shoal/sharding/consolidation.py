@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from shoal.flat import are_equal, bytes_of
+from shoal.flat import are_equal, bytes_of, own_saving_hooks
 from shoal.sharding.communication import Communication, Finish, chunks_of, run_in_window
 from shoal.sharding.flat_views import flat_like, shaped_like
 from shoal.sharding.shard import Piece, Shard
@@ -112,8 +113,27 @@ def _copying(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[C
 
 def _described(shard: Shard, tensors: list[Tensor]) -> list[Any]:
     """The state of this rank: that of each slice, see `_describe`, and that of no parameter."""
+    _check_form(shard.optimizer)
     pieces = [_describe(piece, shard, tensors) for piece in shard.all_pieces]
     return [pieces, [[encode(key, tensors), encode(value, tensors)] for key, value in shard.of_none.items()]]
+
+
+def _check_form(optimizer: Optimizer) -> None:
+    """Refuse a class whose state dicts have more than torch's.
+
+    Raises:
+        TypeError: if it is such a class.
+    """
+    kind = type(optimizer)
+    if kind.state_dict is Optimizer.state_dict and not own_saving_hooks(optimizer):
+        return
+    state_dict = optimizer.state_dict()
+    if more := sorted(map(str, state_dict.keys() ^ {"state", "param_groups"})):
+        raise TypeError(
+            f"the state dict of {kind.__name__} has a form of its own ({', '.join(more):.80}), and those of several "
+            "ranks can't be put together: save the state_dict() of each rank's `optim` by itself, or choose another "
+            "class"
+        )
 
 
 def _agreed(of_ranks: Sequence[dict[Any, Any]]) -> dict[Any, Any]:

@@ -173,7 +173,13 @@ class Shard:
             local_groups.append({**options, "params": [piece.local for piece in pieces]})
             self.pieces.append(pieces)
         if not hasattr(self, "optimizer"):
-            self.optimizer = self._make(local_groups, **self._defaults)
+            try:
+                self.optimizer = self._make(local_groups, **self._defaults)
+            except (AttributeError, LookupError) as error:
+                name = getattr(self._make, "__name__", "optimizer_class")
+                raise TypeError(
+                    f"{name} could not be made of the parameter groups of a rank, {{'params': […], …}}: {error!r:.200}"
+                ) from error
         else:
             for local_group in local_groups:
                 self.optimizer.add_param_group(local_group)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
@@ -15,7 +16,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     Raises:
         TypeError: for a value that is no tensor, number, string or None, and no list, tuple or dictionary of these.
     """
-    if isinstance(value, Tensor):
+    if type(value) in (Tensor, Parameter):
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if value is None or isinstance(value, bool | int | float | str):

@@ -180,6 +180,18 @@ class ZeroRedundancyOptimizer(JoinableOptimizer):
         """The local optimizer, over this rank's slices."""
         return self._sharded.shard.optimizer
 
+    def __getattr__(self, name: str) -> Any:
+        """Says why there is no `train` and no `eval`, as schedule-free optimizers have them."""
+        made = self.__dict__.get("_sharded")
+        if name in ("train", "eval") and made is not None and hasattr(made.shard.optimizer, name):
+            raise AttributeError(
+                f"ZeroRedundancyOptimizer has no {name}(): that of {type(made.shard.optimizer).__name__} changes "
+                "parameters, and each rank has only a share of them. If yours needs train() before the first step, "
+                "call it where you make it: optimizer_class=lambda params, **options: …. To evaluate, choose another "
+                "class"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _cuts(self, partition: Partitions, groups: int) -> list[bool]:
         return may_cut(partition, groups, element_wise=self._element_wise, world_size=self.world_size)
 

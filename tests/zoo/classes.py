@@ -167,12 +167,17 @@ def _of_two_kinds(make: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def made(params: Iterable[Any]) -> Any:
         given = list(params)
-        if given and isinstance(given[0], dict):
-            return make(given)
-        kinds = ([p for p in given if p.ndim >= 2], True), ([p for p in given if p.ndim < 2], False)
-        return make([{"params": some, "use_muon": is_muon} for some, is_muon in kinds if some])
+        return make(given if given and isinstance(given[0], dict) else of_two_kinds(given))
 
+    made.wants_kinds = True  # type: ignore[attr-defined]
     return made
+
+
+def of_two_kinds(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """The groups that such a class wants."""
+    given = list(params)
+    kinds = ([p for p in given if p.ndim >= 2], True), ([p for p in given if p.ndim < 2], False)
+    return [{"params": some, "use_muon": is_muon} for some, is_muon in kinds if some]
 
 
 def _schedulefree() -> Iterator[Entry]:

@@ -18,7 +18,7 @@ import torch
 
 import shoal
 import shoal.swarm.protocol.peer
-from tests.zoo.classes import Entry, Model, begin, drive
+from tests.zoo.classes import Entry, Model, begin, drive, of_two_kinds
 from tests.zoo.outcome import Kind, Outcome
 
 EPOCHS = 8
@@ -183,7 +183,7 @@ def is_shoals(error: BaseException) -> bool:
     if last is None:
         return False
     in_shoal = Path(shoal.__file__).parent in Path(last.filename).parents
-    kinds = (ValueError, TypeError, RuntimeError, shoal.AveragingError)
+    kinds = (ValueError, TypeError, RuntimeError, AttributeError, shoal.AveragingError)
     return in_shoal and isinstance(error, kinds) and (last.line or "").startswith("raise") and len(str(error)) > 30
 
 
@@ -415,7 +415,8 @@ def zero(entry: Entry, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         return model.numbers()
 
     def made(model: Model) -> Any:
-        optimizer = shoal.ZeroRedundancyOptimizer(model.given(entry), entry.make, **entry.options)
+        given = of_two_kinds(model.given(entry)) if hasattr(entry.make, "wants_kinds") else model.given(entry)
+        optimizer = shoal.ZeroRedundancyOptimizer(given, entry.make, **entry.options)
         begin(entry, optimizer)
         return optimizer
 
