@@ -58,7 +58,7 @@ def flat_parameters(optimizer: Optimizer) -> list[FlatParameter]:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if type(optimizer) is Together:
+    if isinstance(optimizer, Together):
         return None  # the step of each member comes here, too
     if is_dynamo_compiling():
         return _uncompiled["prepare"](optimizer, args, kwargs, compiled=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import Parameter, signature
 from itertools import accumulate, chain, pairwise
 from operator import is_
@@ -36,7 +38,7 @@ class Together(Optimizer):
     - *State.* `state` has the entries of all members. The keys are parameters. What a member keeps under another key is
       under the pair of the member's number and that key.
     - *State dict.* It has torch's form, with the members' parameters numbered through. So another optimizer over the
-      same groups can load it, and the other way round.
+      same groups can load it, and the other way round, but for what is of no parameter.
     - *Hooks.* Hooks that were registered on a member are called as well, with the member's own arguments.
     - *Closures.* `step(closure)` evaluates the closure once, before the members' steps. Members that ask for the loss
       get that one.
@@ -102,8 +104,15 @@ class Together(Optimizer):
                 f"param_groups was set to {len(given)} groups, and {names_of_members(self)} has {sum(counts)}: a group "
                 "more or less would be of no member"
             )
+        before = [member.param_groups for member in self.members]
         for member, part in zip(self.members, _parts(given, counts), strict=True):
             member.param_groups = part
+        try:
+            _refuse_shared(self.members)
+        except ValueError:
+            for member, part in zip(self.members, before, strict=True):
+                member.param_groups = part
+            raise
         self._groups, self._known = given, list(given)
 
     @property
@@ -147,7 +156,10 @@ class Together(Optimizer):
         with torch.enable_grad():
             loss = closure()
         for member in self.members:
-            member.step(_evaluated(member, loss))
+            if _takes_closure(type(member)):
+                member.step(_evaluated(member, loss))
+            else:
+                member.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,7 +172,7 @@ class Together(Optimizer):
         if name in _MODES:
             calls = [call for member in vars(self).get("members", ()) if callable(call := getattr(member, name, None))]
             if calls:
-                return lambda: [call() for call in calls] and None
+                return partial(_call_all, calls)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -201,6 +213,12 @@ class Together(Optimizer):
         of_none = {
             key: value for key, value in state_dict["state"].items() if key not in keys and self._member_of(key) is None
         }
+        if foreign := [key for key in of_none if key not in self._state.of_none]:
+            warnings.warn(
+                f"the state dict has {foreign[0]!r:.60}, which is of no parameter: no member of "
+                f"{names_of_members(self)} gets it. A member's own has the key (number of the member, key)",
+                stacklevel=2,
+            )
         for member, part in zip(self.members, given, strict=True):
             with without_hooks(member):
                 member.load_state_dict(part)
@@ -310,6 +328,16 @@ def _check_members(optimizers: Sequence[Any]) -> None:
         if type(member).state_dict is not Optimizer.state_dict:
             _packed(member)
     _refuse_shared(optimizers)
+
+
+def _call_all(calls: Iterable[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
+
+
+def _takes_closure(made: type[Optimizer]) -> bool:
+    """Whether the step of a class has a parameter for a closure."""
+    return len(signature(made.step).parameters) > 1
 
 
 def _refuse_shared(members: Sequence[Optimizer]) -> None:

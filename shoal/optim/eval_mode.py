@@ -8,6 +8,7 @@ falls due, the others wait for this peer as for any that is between two steps, a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -68,6 +69,10 @@ class EvalMode:
         try:
             self._call("eval")
         except BaseException:  # the user's code, or a signal
+            self.is_in_train = False  # the class may believe that it is in eval mode
+            with contextlib.suppress(Exception):
+                self._call("train")
+                self.is_in_train = True
             self._put(own, kept)
             raise
         self._kept, self.is_in_train = kept, False

@@ -101,7 +101,7 @@ def may_cut(partition: Partitions, groups: int, *, element_wise: bool, world_siz
     Raises:
         ValueError: if ``partition`` is none of the three names, and no list of them for all groups.
     """
-    each = [partition] * groups if isinstance(partition, str) else list(partition)
+    each = list(partition) if isinstance(partition, list | tuple) else [partition] * groups
     if len(each) != groups:
         raise ValueError(
             f"partition has {len(each)} entries, and there are {groups} parameter groups: give one for each"

@@ -180,9 +180,25 @@ class Shard:
                 raise TypeError(
                     f"{name} could not be made of the parameter groups of a rank, {{'params': […], …}}: {error!r:.200}"
                 ) from error
+            self._check_groups(local_groups)
         else:
             for local_group in local_groups:
                 self.optimizer.add_param_group(local_group)
+
+    def _check_groups(self, given: Sequence[dict[str, Any]]) -> None:
+        """Check that the local optimizer has the groups that it was made of.
+
+        Raises:
+            ValueError: if it has others, or has them in another order.
+        """
+        own = [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+        for number, group in enumerate(given):
+            if number >= len(own) or own[number] != list(map(id, group["params"])):
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} has not the parameters of group {number} in its group {number}: "
+                    "options, schedules and state dicts go by the order of the groups, so make the optimizer of all "
+                    "groups, in the order in which they are given: Together(Muon(groups[:1]), AdamW(groups[1:]))"
+                )
 
     def _piece(self, part: Slice, param: Tensor) -> Piece:
         device = torch.device("cpu") if self._offload else param.device

@@ -176,7 +176,9 @@ def test_state_without_a_parameter_is_in_the_state_dict_by_member() -> None:
 
     optimizer, fresh = counting(model), counting(other)
     train(model, optimizer.step, 3)
-    fresh.load_state_dict(saved({**optimizer.state_dict(), "state": {**optimizer.state_dict()["state"], "epoch": 5}}))
+    given = saved({**optimizer.state_dict(), "state": {**optimizer.state_dict()["state"], "epoch": 5}})
+    with pytest.warns(UserWarning, match="the state dict has 'epoch', which is of no parameter"):
+        fresh.load_state_dict(given)
     assert {key: value for key, value in fresh.state.items() if isinstance(key, (tuple, str))} == {
         (0, (0, "k")): 3,
         (0, (1, "k")): 3,
@@ -404,3 +406,41 @@ def test_a_member_may_step_flat_memory() -> None:
     assert torch.equal(train(model, optimizer.step), with_members)
     assert len(flat_parameters(optimizer.members[1])) == len(optimizer.param_groups[1]["params"])
     assert sorted(map(len, (optimizer.state, optimizer.members[0].state))) == [2, 3]
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a count of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index, call-overload]
+        return super().step(closure)
+
+
+def test_what_a_plain_optimizer_keeps_of_no_parameter_is_told() -> None:
+    plain, member = (Counts([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    plain.step()
+    with pytest.warns(UserWarning, match="the state dict has 'k', which is of no parameter: no member"):
+        shoal.Together(member).load_state_dict(plain.state_dict())
+
+
+class NoClosure(torch.optim.SGD):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_member_whose_step_takes_no_closure() -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    together = shoal.Together(torch.optim.SGD(parameters[:1], 0.1), NoClosure(parameters[1:], 0.1))
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    assert together.step(lambda: 3.0) == 3.0
+    assert [parameter.item() for parameter in parameters] == pytest.approx([0.9, 0.9])
+
+
+def test_groups_that_share_a_parameter_are_not_set() -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    together = shoal.Together(*(torch.optim.SGD([parameter], 0.1) for parameter in parameters))
+    before = [dict(group) for group in together.param_groups]
+    with pytest.raises(ValueError, match="parameter 0"):
+        together.param_groups = [dict(before[0]), {**before[1], "params": parameters[:1]}]
+    assert [group["params"] for group in together.param_groups] == [[one] for one in parameters]

@@ -250,6 +250,7 @@ def test_train_before_each_batch_waits_for_nothing(mode: str, dht: shoal.DHT, mo
 
 class Failing(AveragingSGD):
     def eval(self) -> None:
+        super().eval()
         with torch.no_grad():
             self.param_groups[0]["params"][0].zero_()
         raise KeyError("half way")

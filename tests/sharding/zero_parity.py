@@ -78,6 +78,13 @@ def check_several_optimizers_with_matrices_whole_and_the_rest_in_spans() -> None
     assert_equal(later.parameters(), plain.parameters())
     with pytest.raises(ValueError, match="partition has 1 entries, and there are 2 parameter groups"):
         shoal.ZeroRedundancyOptimizer(groups(copies(1)[0]), _together, partition=["elements"])
+    for partition in (None, 3):
+        with pytest.raises(ValueError, match="partition is 'auto', 'elements' or 'parameters', got"):
+            shoal.ZeroRedundancyOptimizer(groups(copies(1)[0]), _together, partition=partition)  # type: ignore[arg-type]
+    for make in (lambda g: shoal.Together(torch.optim.SGD(g[1:], 0.1), torch.optim.SGD(g[:1], 0.1)),
+                 lambda g: torch.optim.SGD(g[:1], 0.1)):  # fmt: skip
+        with pytest.raises(ValueError, match="has not the parameters of group"):
+            shoal.ZeroRedundancyOptimizer(groups(copies(1)[0]), make)
 
 
 class _Third(torch.optim.SGD):
