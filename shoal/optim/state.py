@@ -61,7 +61,6 @@ from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
-from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
@@ -384,9 +383,7 @@ class TrainingState:
             kept: dict[Tensor, dict[Any, Any]] = {}
             try:
                 checked = [self._checked(each, kept) for each in given]
-            except (ValueError, MemoryError, AveragingError):
-                raise
-            except Exception as error:  # whatever a class raises about values that anybody may have sent
+            except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # of what anybody may have sent
                 raise ValueError(f"the state can't be read: {error!r:.200}") from error
             pairs = [pair for each in checked for pair in each.pairs]
             moved, memory = self._memory_for_statistics([each.part for each in given], kept)
@@ -1064,9 +1061,8 @@ class Replica(TrainingState):
     def _without_frozen(self, state: PartState) -> PartState:
         """The state without frozen parameters, which a kept state of an older release has."""
         scalars, all_of_them = state.scalars, [] if self._not_stepped else parameters_of(self.optimizer)
-        if scalars.tree:
-            return state  # of this release
-        if len(state.tensors) - len(scalars.statistics) - scalars.extras != len(all_of_them) or not self.frozen:
+        others = len(scalars.statistics) + scalars.tensors + scalars.extras
+        if len(state.tensors) - others != len(all_of_them) or not self.frozen:
             return state
         places = [number for number, parameter in enumerate(all_of_them) if parameter.requires_grad]
         new = {old: number for number, old in enumerate(places)}

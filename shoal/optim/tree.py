@@ -531,9 +531,7 @@ def decode(
         raise ValueError(f"a tree of {len(encoded)} bytes, more than {MAX_BYTES}")
     try:
         value = _Decoder(tensors, kinds, own).value(msgspec.msgpack.decode(encoded), mine, 0)
-    except ValueError:
-        raise
-    except Exception as error:  # of classes that make their objects of what anybody may have sent, too
+    except (msgspec.MsgspecError, RecursionError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"not a tree: {error!r:.200}") from error
     return value
 
@@ -781,7 +779,11 @@ class _Decoder:
         pair = next((pair for pair in _pairs.values() if pair.name == name), None)
         if pair is None:
             raise ValueError(f"there is a {name!r:.40}, and this peer has no pair of functions for it: see travels()")
-        return pair.back(self.value(contents, None, depth))
+        value = self.value(contents, None, depth)
+        try:
+            return pair.back(value)
+        except Exception as error:  # the user's function, and a value that anybody may have sent
+            raise ValueError(f"a {name} can't be made of what was sent: {error!r:.200}") from error
 
 
 _READERS: Final[dict[int, Callable[[_Decoder, list[Any], Any, int], Any]]] = {
