@@ -70,7 +70,7 @@ class EvalMode:
             self._call("eval")
         except BaseException:  # the user's code, or a signal
             self.is_in_train = False  # the class may believe that it is in eval mode
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the user hears why `eval` failed; `train` can be called again
                 self._call("train")
                 self.is_in_train = True
             self._put(own, kept)

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,6 +24,15 @@ def interrupted_waiting(gang: Gang) -> None:
     timer.join()
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's own handler of SIGINT. In the background of a script, processes begin with that signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_reports_stay_for_the_next_call() -> None:
     gang = Gang(None)
     pairs = [socket.socketpair() for _ in range(2)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import shoal
 from shoal.flat import ContiguousParams
+from tests.counting import Counting
 from tests.flat.test_contiguous_missing_gradients import four_layers, some_layers
 from tests.flat.twins import Twins, small_model
 from tests.old_checkpoints import CLASSES, FORMS, assert_close, go_on, old_checkpoint, torchs
@@ -294,19 +295,6 @@ def test_a_step_that_is_a_number_of_numpy_is_loaded(number: Any) -> None:
         optimizer.step()
     assert_close(twins[:2], twins[2:])
     assert float(flat.original_state_dict(ours)["state"][1]["step"]) == 4
-
-
-class Counting(optim.SGD):
-    """State of no parameter, on which its step depends, as MADGRAD has it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        state: dict[Any, Any] = self.state
-        state["k"] = state.get("k", torch.tensor(0)) + 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / float(state["k"]))
 
 
 def together(params: list[Tensor]) -> shoal.Together:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal import DistributedOptimizer
 from shoal.remote import RemoteOptimizerError
+from tests.counting import Counting
 from tests.old_checkpoints import NEW_OPTIONS
 from tests.remote.process import FIRST, SECOND, TRAINER
 from tests.remote.tables import Table, assert_close, local_params, local_step, make_tables, params, step, values
@@ -28,19 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 class Plain(torch.optim.SGD):
     """A class that has no functional form."""
-
-
-class Counting(torch.optim.SGD):
-    """A class with state of no parameter, on which its step depends, as MADGRAD has it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        state: dict[Any, Any] = self.state
-        state["k"] = state.get("k", torch.tensor(0)) + 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / float(state["k"]))
 
 
 def optimizer_class(name: str) -> Any:

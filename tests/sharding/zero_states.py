@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import shoal
 from shoal.sharding.state_dict import pack_groups
+from tests.counting import Counting
 from tests.old_checkpoints import CLASSES, FORMS, assert_close, go_on, old_checkpoint, torchs
 from tests.sharding.zero_models import assert_equal, assert_same_on_all_ranks, assert_states_equal, copies
 from tests.state_dict_hooks import register_hooks
@@ -66,18 +67,6 @@ def check_load_from_the_plain_optimizer_and_from_torch_zero_and_back() -> None:
     trained(ours, zero)
     trained(plain, optimizer)
     assert_equal(ours.parameters(), plain.parameters())
-
-
-class Counting(torch.optim.SGD):
-    """SGD with state without a parameter, on which its step depends, as MADGRAD has it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        state: dict[Any, Any] = self.state
-        state["k"] = state.get("k", torch.tensor(0)) + 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad, alpha=group["lr"] / float(state["k"]))
 
 
 def check_state_of_no_parameter() -> None:
