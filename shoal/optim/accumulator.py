@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -115,26 +114,10 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     return float(sum(norm**2 for norm in norms) ** 0.5)
 
 
-def clip(
-    gradients: list[torch.Tensor],
-    max_norm: float,
-    measured: Sequence[torch.Tensor] | None = None,
-    norm_of: Callable[[Sequence[torch.Tensor]], float] = norm_of,
-) -> float:
-    """Scale gradients down if their norm is larger than `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Args:
-        measured: the same elements in fewer tensors, whose norm is faster to compute.
-        norm_of: the function that computes the norm.
-
-    Returns:
-        The norm before.
-    """
-    norm = norm_of(measured or gradients)
-    factor = max_norm / (norm + 1e-6)
-    if factor < 1.0:
-        foreach_mul_(gradients, factor)
-    return norm
+def factor_of(norm: float, max_norm: float) -> float:
+    """The factor by which gradients of this norm are multiplied, as `torch.nn.utils.clip_grad_norm_` does, so that
+    their norm is at most `max_norm`."""
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 class EpochGradients(Vector):
@@ -187,6 +170,10 @@ class EpochGradients(Vector):
         """Add the parameters' `.grad`, the mean over `batch_size` samples."""
         self.accumulator.add(batch_size)
 
+    def lost(self) -> int | None:
+        """See `Accumulator.lost`."""
+        return self.accumulator.lost()
+
     def reset(self) -> None:
         """Drop what was accumulated."""
         if self.accumulator.memory is None:
@@ -195,13 +182,9 @@ class EpochGradients(Vector):
         self.accumulator.reset()
 
     @torch.no_grad()
-    def close(self, scale: float = 1.0) -> float:
-        """Copy the mean of the accumulated gradients, divided by `scale`, for the next round. If an element is not
-        finite, drop them, and bring zeros instead.
-
-        Returns:
-            The number of samples behind the gradients; 0 if an element is not finite.
-        """
+    def close(self, scale: float = 1.0) -> bool:
+        """Copy the mean of the accumulated gradients, divided by `scale`, for the next round. Returns whether all
+        elements are finite."""
         samples, accumulator = self.samples, self.accumulator
         if accumulator.memory is None:
             self._take_from_grad(scale)
@@ -211,18 +194,21 @@ class EpochGradients(Vector):
             foreach_copy_(self._mean, accumulator.memory)
         used = [float(index in accumulator.seen) for index in range(len(accumulator.parameters))]
         self._used.copy_(torch.tensor(used, device="cpu"))
-        if all(is_finite(flat) for flat in self.inputs.flat):
-            if samples and not self._warned and not any(map(_has_values, self._mean)):
-                self._warned = True
-                log.warning(
-                    "all gradients of this peer are zero in an epoch of %g samples: was zero_grad(set_to_none=False) "
-                    "called between backward() and step()? They count as they are (this is said once)",
-                    samples,
-                )
-            return samples
+        if not all(is_finite(flat) for flat in self.inputs.flat):
+            return False
+        if samples and not self._warned and not any(map(_has_values, self._mean)):
+            self._warned = True
+            log.warning(
+                "all gradients of this peer are zero in an epoch of %g samples: was zero_grad(set_to_none=False) "
+                "called between backward() and step()? They count as they are (this is said once)",
+                samples,
+            )
+        return True
+
+    def drop(self) -> None:
+        """Drop what was accumulated, and bring zeros to the next round."""
         foreach_zero_(self.inputs.flat)
         self.reset()
-        return 0.0
 
     def _take_from_grad(self, scale: float) -> None:
         accumulator, seen = self.accumulator, set[int]()
@@ -236,37 +222,39 @@ class EpochGradients(Vector):
         accumulator.seen = seen
         foreach_div_(self._mean, max(1, accumulator.steps) * scale)
 
-    def vector(self, epoch: int) -> Vector:
-        """The vector that the round at the end of this epoch averages."""
-        return self
+    @property
+    def average(self) -> list[torch.Tensor]:
+        """The average, without the flags, in few tensors: its norm is faster to compute from these."""
+        flags, whole = self.layout.entries[-1], enumerate(self.outputs.flat)  # the flags are at the end of their buffer
+        return [flat[: flags.span.start] if number == flags.buffer else flat for number, flat in whole]
 
-    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
-        """Nothing to do: the run's round averages the gradients."""
-        return b""
+    @property
+    def vectors(self) -> list[Vector]:
+        """The vectors that the run's round averages."""
+        return [self]
+
+    @property
+    def averages(self) -> list[torch.Tensor]:
+        """The average of each parameter's gradient."""
+        return self.outputs.views()[:-1]
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[float | None]:
+    def as_grad(self, targets: Sequence[torch.Tensor], factor: float = 1.0) -> Iterator[None]:
         """Within this context, the `.grad` of `targets` are a copy of the average. Afterwards they are what they were.
 
         Hooks and kernels may change the copy. The average itself stays, for peers that have missed the round.
 
         Args:
             targets: one tensor for each parameter.
-            max_norm: scale the copy down to this norm over all parameters, if its norm is larger.
-
-        Returns:
-            A context of the norm of the average; None without `max_norm`.
+            factor: by which the copy is multiplied.
         """
-        norm = None
         used = self._used_by_any.tolist()
         foreach_copy_(self.inputs.flat, self.outputs.flat)
-        if max_norm is not None:
-            flags = self.layout.entries[-1]  # the flags are at the end of their buffer, and not part of the norm
-            whole = enumerate(self.inputs.flat)
-            norm = clip(self._mean, max_norm, [m[: flags.span.start] if n == flags.buffer else m for n, m in whole])
+        if factor < 1.0:
+            foreach_mul_(self._mean, factor)
         given = zip(self._mean, targets, used, strict=True)
         with in_grad(targets, [mean.to(target.device) if weight > 0 else None for mean, target, weight in given]):
-            yield norm
+            yield
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The drift of a peer's model: how far inner steps have moved it from the anchor, and how it follows the anchor."""
+"""Work whose result is the drift of the model: how far inner steps have moved it from the anchor (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +16,31 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Compression, TensorRole, plan_codecs
-from shoal.flat import FlatBuffer, Layout, MemoryWatch, holders_of, is_finite, members_of, pick_kernels
-from shoal.optim._torch import mark_as_stepped
-from shoal.optim.accumulator import clip, in_grad
+from shoal.cluster.whole import local
+from shoal.flat import (
+    FlatBuffer,
+    Layout,
+    MemoryWatch,
+    after_loading,
+    before_loading,
+    holders_of,
+    is_finite,
+    members_of,
+    names_of_members,
+    pick_kernels,
+    without_hooks,
+)
+from shoal.optim._torch import foreach_mul_, mark_as_stepped
+from shoal.optim.accumulator import in_grad
+from shoal.optim.as_saved import load_as_saved
 from shoal.optim.closures import Closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
+from shoal.optim.loads import Loads, hash_of
 from shoal.optim.loss_steps import LossSteps
+from shoal.optim.pieces import Pieces
+from shoal.optim.result import Result
+from shoal.optim.work import Batch, Loadable, Stepper, Work
 from shoal.outer import ExactSGD
 
 log = logging.getLogger(__name__)
@@ -62,28 +80,58 @@ class InnerSchedule:
         self._at = position
 
 
-class Drift:
-    """What this peer brings to the rounds of a run with an outer optimizer. Instead of gradients it is the drift, which
-    is the anchor minus the model. Nothing is lost when a round fails, because the model stays where it is.
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """The user's own optimizer, which makes the inner steps.
 
-    The trainer's thread calls all methods, except `as_grad` and `use_local`, which belong to the step of the anchor.
+    Attributes:
+        optimizer: the optimizer.
+        scheduler: its scheduler, or None.
+        on_host: if it steps copies on the host, the copies of the trained parameters.
+        memory: the flat memory of the model, if there are such copies.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None = None
+    on_host: Sequence[Tensor] = ()
+    memory: FlatBuffer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """The common state of all peers, from which each model drifts.
+
+    Attributes:
+        trained: the anchor of each trained parameter, on the host; in float32 if the parameter's dtype is less exact.
+        optimizer: the optimizer of the anchors.
+        frozen: the frozen parameters of the model that are part of the state, each with the copy of it.
+        follow: sets all of them to the model; called before the first inner step, when the model is the anchor.
+    """
+
+    trained: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer
+    frozen: Sequence[tuple[Tensor, Tensor]] = ()
+    follow: Callable[[], None] = field(default=lambda: None)
+
+
+class Drift(Work):
+    """How far inner steps have moved the model from the anchor: the anchor minus the model. Nothing is lost when a round
+    fails, because the model stays where it is.
 
     "To take the drift" means to compute it into the memory that the round reads. A fragment is a part of the model that
     rounds average in its turn. Parameters have numbers: their places in `model`.
 
     Args:
+        shoal_optimizer, pieces: see `Work`; the pieces are what inner steps move.
         choice: the user's options.
-        inner: the optimizer of the model's parameters.
-        scheduler: a scheduler of the inner optimizer, or None.
-        model: the trained parameters of the model.
-        anchors: the anchor of each parameter, on the host; in float32 if the parameter's dtype is less exact.
-        outer: the optimizer of the anchors.
+        inner: makes the inner steps.
+        model: the trained pieces.
+        anchors: their anchors.
         compression: the codec of drifts in a round.
         error_feedback: see `Vector`.
-        on_host: if the inner optimizer is on the host, the parameters that it steps in place of the model's.
-        memory: the flat memory of the model, if there are parameters `on_host`.
         turns: for each fragment, the numbers of the parameters in each of its vectors. By default the fragments of
             `choice`, each in one vector.
+        watched: the trained parameters of the model, into which users load checkpoints.
 
     Attributes:
         fragments: for each vector, the numbers of its parameters.
@@ -91,40 +139,47 @@ class Drift:
         is_exact: whether the outer optimizer makes the same bits on every machine.
     """
 
+    samples = 0.0
+    is_exact = False
+    called = ("inner steps", "it goes back to the anchor, and joins without them")
+
     def __init__(
         self,
+        shoal_optimizer: torch.optim.Optimizer,
+        pieces: Pieces,
         choice: DiLoCo,
-        inner: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
+        inner: Inner,
         model: Sequence[Tensor],
-        anchors: Sequence[Tensor],
-        outer: torch.optim.Optimizer,
+        anchors: Anchors,
         compression: Compression,
         error_feedback: float | None = None,
         *,
-        on_host: Sequence[Tensor] = (),
-        memory: FlatBuffer | None = None,
         turns: Sequence[Sequence[Sequence[int]]] | None = None,
+        watched: Sequence[Tensor] = (),
     ) -> None:
-        self.choice, self.inner, self._model, self._anchors = choice, inner, list(model), list(anchors)
-        self.schedule = None if scheduler is None else InnerSchedule(scheduler)
-        self.is_exact = all(isinstance(member, ExactSGD) for member in members_of(outer))
-        self._inner_steps = LossSteps(inner, of_epochs=False)
+        super().__init__(shoal_optimizer, pieces)
+        self._pieces, self.choice, self.inner = pieces, choice, inner.optimizer
+        self._model, self._anchors = list(model), list(anchors.trained)
+        self._outer, self._frozen, self._follow_model = anchors.optimizer, anchors.frozen, anchors.follow
+        self.schedule = None if inner.scheduler is None else InnerSchedule(inner.scheduler)
+        self.is_exact = all(isinstance(member, ExactSGD) for member in members_of(self._outer))
+        self._inner_steps = LossSteps(self.inner, of_epochs=False)
         if turns is None:
             turns = [[numbers] for numbers in fragments_of(choice.fragments, self._model)]
         self.fragments = [list(numbers) for turn in turns for numbers in turn]
         places = iter(range(len(self.fragments)))
         self._turns = [[next(places) for _ in turn] for turn in turns]
         pinned = any(tensor.device.type == "cuda" for tensor in model)
-        self.vectors: list[Vector] = []
+        self._vectors: list[Vector] = []
         for numbers in self.fragments:
             layout = Layout.of([self._anchors[number] for number in numbers]).on("cpu")
             codecs = plan_codecs(compression, layout, TensorRole.GRADIENT)
-            self.vectors.append(Vector(layout, codecs, pinned=pinned, error_feedback=error_feedback))
-        self._on_host, self._memory = list(on_host), memory
+            self._vectors.append(Vector(layout, codecs, pinned=pinned, error_feedback=error_feedback))
+        self._on_host, self._memory = list(inner.on_host), inner.memory
         self._is_stale = True  # whether the parameters in `_on_host` are older than the model's
         self._places = list(map(Tensor.data_ptr, self._model))  # in that memory
         self._watch = MemoryWatch()  # of the model since the last inner step, if `_on_host` has copies of it
+        self._loads = Loads(watched, lambda: hash_of(local(tensor).detach().contiguous() for tensor in watched))
         self._is_apart = False  # whether the model may differ from the anchors even without new inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
@@ -137,26 +192,59 @@ class Drift:
     # -- inner steps
 
     @property
-    def steps_of_epoch(self) -> int | None:
-        """The number of inner steps that this peer makes in this epoch; None if samples are counted."""
+    def wrapped(self) -> torch.optim.Optimizer:
+        """See `Work`."""
+        return self.inner
+
+    @property
+    def steps_per_epoch(self) -> int | None:  # type: ignore[override]
+        """See `Work`."""
         of_epoch = self.choice.steps_per_epoch
         return None if of_epoch is None else of_epoch - (0 if self._epoch else self.choice.delay)
 
     @property
     def progress(self) -> float:
-        """This peer's progress in the epoch: inner steps if they are counted, else samples."""
+        """See `Work`."""
         return self.samples if self.choice.inner_steps is None else float(self.steps)
 
     @property
-    def has_moved(self) -> bool:
+    def has_moved(self) -> bool:  # type: ignore[override]
         """Whether the model may have a drift that no round has averaged: from inner steps, from fragments that had no
         turn since, or from the share of the last drift that `mix` has left."""
         return self._is_apart or self.steps + self._in_flight[1] > 0
 
-    def accumulate(self, batch_size: float, closure: Closure | None = None) -> None:
-        """Make a step of the inner optimizer with the parameters' `.grad`, the mean over `batch_size` samples, or with
-        those that `closure` leaves, see `LossSteps`."""
-        with self.of_inner():
+    @property
+    def is_at_start(self) -> bool:
+        """Whether this rank has no part in any step yet. Then the model is the anchor."""
+        return not self._epoch and not self.has_moved
+
+    @property
+    def result_is_due(self) -> bool:  # type: ignore[override]
+        """See `Work`: with `DiLoCo(overlap=n)`, after n inner steps."""
+        return self.steps >= self.choice.delay
+
+    @property
+    def result_may_wait(self) -> bool:  # type: ignore[override]
+        """See `Work`."""
+        return self.choice.delay > 0
+
+    @property
+    def follows_model(self) -> bool:  # type: ignore[override]
+        """See `Work`. Later on, what the model has more is drift."""
+        return self.is_at_start
+
+    def _use(self, batch: Batch) -> None:
+        self._admit(batch.scaler)
+        if self.is_at_start:
+            self._follow_model()
+        self._pieces.check_groups()
+        self.accumulate(batch.samples, batch.closure)
+
+    def accumulate(self, samples: float, closure: Closure | None = None) -> None:
+        """Make a step of the inner optimizer with the parameters' `.grad`, the mean over so many samples, or with those
+        that `closure` leaves, see `LossSteps`."""
+        self._pieces.spread()
+        with self.of_wrapped():
             if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
                 pick_kernels(self.inner)
             if closure is None:
@@ -164,9 +252,10 @@ class Drift:
             else:
                 self._inner_steps.make(closure, self._in_model)
                 self._put_gradients()
-        self.samples += batch_size
+        self._pieces.model_was_changed()
+        self.samples += samples
         self.steps += 1
-        self._follow()
+        self._follow_schedule()
 
     @contextlib.contextmanager
     def _in_model(self) -> Iterator[None]:
@@ -181,8 +270,8 @@ class Drift:
             host.grad = None if model.grad is None else model.grad.to("cpu")
 
     @contextlib.contextmanager
-    def of_inner(self) -> Iterator[None]:
-        """Within, the parameters of the inner optimizer are the model's. Afterwards the model has those."""
+    def of_wrapped(self) -> Iterator[None]:
+        """See `Work`."""
         if self._on_host:
             self._take_to_host()
         yield
@@ -211,60 +300,90 @@ class Drift:
         return list(map(Tensor.data_ptr, self._model)) == self._places
 
     def begin(self, epoch: int) -> None:
-        """The next inner steps belong to `epoch`."""
+        """See `Work`."""
         self._epoch = epoch
-        self._follow()
+        self._follow_schedule()
 
-    def _follow(self) -> None:
+    def _follow_schedule(self) -> None:
         if self.schedule is None:
             return
-        steps = self.steps_of_epoch
+        steps = self.steps_per_epoch
         made = 0 if steps is None else min(self.steps, steps)
         self.schedule.follow(self._epoch if steps is None else self.choice.steps_before(self._epoch) + made)
 
+    # -- loaded by the user
+
+    @property
+    def was_loaded(self) -> bool:  # type: ignore[override]
+        """See `Work`."""
+        if not self._loads.changed_the_model:
+            return False
+        if self.is_at_start:
+            self._loads.settle()
+            return False
+        return True
+
+    def refuse_load(self) -> None:
+        """See `Work`."""
+        if self.was_loaded:
+            raise RuntimeError(
+                "a checkpoint was loaded into the model (load_state_dict) after the first inner step. DiLoCo would "
+                "take its values for the result of inner steps, and one peer alone can't move the anchor that all "
+                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state that '
+                "was saved with the model; "
+                "optimizer.load_state_dict(optimizer.optimizer.state_dict()), to make the loaded values the anchor; "
+                "optimizer.load_state_from_peers(), to continue from the run's state. Or load the old values back"
+            )
+
+    def settle_load(self) -> None:
+        """See `Work`."""
+        self._loads.settle()
+
     # -- the way into a round
 
-    def vector(self, epoch: int) -> Vector:
-        """The vector that the round at the end of this epoch averages."""
-        (place,) = self._turns[epoch % len(self._turns)]
-        return self.vectors[place]
+    def vectors(self, epoch: int) -> Sequence[Vector]:
+        """See `Work`."""
+        return [self._vectors[place] for place in self._turns[epoch % len(self._turns)]]
 
-    def close(self, scale: float = 1.0) -> float:
-        """Take the drift of this epoch's fragment for its round. If the drift is not finite, take zeros instead, and
-        set the model to the anchor.
+    @property
+    def all_vectors(self) -> Sequence[Sequence[Vector]]:
+        """See `Work`."""
+        return [self.vectors(turn) for turn in range(len(self._turns))]
 
-        Returns:
-            The number of samples behind the drift; 0 if it is not finite.
-        """
-        if not self.take():
-            self.go_back()
-        return self.samples
+    def close(self) -> bool:
+        """See `Work`: take the drift of this epoch's fragment for its rounds."""
+        self._pieces.gather()
+        return self.take()
+
+    def drop(self) -> None:
+        """See `Work`: take zeros, and set the model to the anchor."""
+        self.go_back()
 
     @torch.no_grad()
     def take(self) -> bool:
         """Take the drift of this epoch's fragment. Returns whether it is finite."""
         self._closed = self._turns[self._epoch % len(self._turns)]
         for place in self._closed:
-            for drift, number in zip(self.vectors[place].inputs.views(), self.fragments[place], strict=True):
+            for drift, number in zip(self._vectors[place].inputs.views(), self.fragments[place], strict=True):
                 model = self._model[number]
                 drift.copy_(model)
                 torch.sub(as_model_has(self._anchors[number], model), drift, out=drift)
         if not self.has_moved:  # what the user has written since is not lost, even if no inner step follows
-            self._is_apart = any(bool(flat.any()) for place in self._closed for flat in self.vectors[place].inputs.flat)
+            self._is_apart = any(bool(flat.any()) for place in self._closed for flat in self._vectors[place].inputs.flat)
         keeps = self.choice.is_in_background and self.choice.mix == "keep"
         self._taken = {number: self._model[number].detach().to("cpu", copy=True) for number in self._numbers if keeps}
         self._brought = self.samples, self.steps
-        return all(is_finite(flat) for place in self._closed for flat in self.vectors[place].inputs.flat)
+        return all(is_finite(flat) for place in self._closed for flat in self._vectors[place].inputs.flat)
 
     @torch.no_grad()
     def go_back(self) -> None:
         """Take zeros as the drift, and set the model to the anchor, because the model is not finite. If the inner
         optimizer's state is not finite either, drop it, because it would spoil the model again."""
         for place in self._closed:
-            for flat in self.vectors[place].inputs.flat:
+            for flat in self._vectors[place].inputs.flat:
                 flat.zero_()
         self.reset()
-        self.publish()
+        self._follow_anchors()
         if not all(map(_has_finite_values, self.inner.state.values())):
             self.inner.state.clear()
         self._taken = {number: self._model[number].detach().to("cpu", copy=True) for number in self._taken}
@@ -276,11 +395,11 @@ class Drift:
         return [number for place in self._closed for number in self.fragments[place]]
 
     def go_on(self) -> None:
-        """The taken drift is in a round now, and the next inner steps belong to the next epoch."""
+        """See `Work`. The next inner steps belong to the next epoch."""
         self._in_flight, self.samples, self.steps = self._brought, 0.0, 0
 
     def take_back(self) -> None:
-        """The taken drift was in no round: its samples and steps count for the next round."""
+        """See `Work`."""
         self.samples, self.steps = self.samples + self._in_flight[0], self.steps + self._in_flight[1]
         self._in_flight = 0.0, 0
 
@@ -289,56 +408,54 @@ class Drift:
         self._is_stale, self._is_apart = True, False
         self._in_flight, self.samples, self.steps, self._before = (0.0, 0), 0.0, 0, None
 
-    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
-        """Nothing to do: the run's round averages the drift."""
-        return b""
-
-    def use_local(self) -> None:
-        """Use this peer's own drift as the average, because there was no round."""
-        for place in self._closed:
-            self.vectors[place].use_local()
-
     # -- the way out
 
+    def norms(self) -> list[float]:
+        """See `Work`."""
+        return [norm_of(self._vectors[place].outputs.views()) for place in self._closed]
+
+    def step(self, state: Stepper, result: Result) -> None:
+        """See `Work`."""
+        state.step(self._as_grad(result.factor), result)
+
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[Tensor], max_norm: float | None = None) -> Iterator[float | None]:
-        """Within this context, the `.grad` of the anchors in this fragment are a copy of the average drift, and those
-        of the other anchors are None. Afterwards all `.grad` are what they were.
-
-        Args:
-            targets: the anchors.
-            max_norm: scale the average down to this norm if it is larger.
-
-        Returns:
-            A context of the norm of the average; None without `max_norm`.
-        """
-        norm = None
-        gradients: list[Tensor | None] = [None] * len(targets)
+    def _as_grad(self, factor: float) -> Iterator[None]:
+        """Within, the `.grad` of the anchors in this fragment are a copy of the average drift, times `factor`, and
+        those of the other anchors are None. Afterwards all `.grad` are what they were."""
+        gradients: list[Tensor | None] = [None] * len(self._anchors)
         for place in self._closed:
-            for number, average in zip(self.fragments[place], self.vectors[place].outputs.views(), strict=True):
+            for number, average in zip(self.fragments[place], self._vectors[place].outputs.views(), strict=True):
                 gradients[number] = average.clone()
-        if max_norm is not None:
-            norm = clip([gradient for gradient in gradients if gradient is not None], max_norm, norm_of=norm_of)
-        with in_grad(targets, gradients):
-            yield norm
+        if factor < 1.0:
+            foreach_mul_([gradient for gradient in gradients if gradient is not None], factor)
+        with in_grad(self._anchors, gradients):
+            yield
 
-    def remember(self, anchors: list[Tensor] | None = None) -> None:
-        """Remember the anchors, because they are about to change without this peer's drift, which `publish` keeps.
+    def remember(self, anchors: Sequence[Tensor] = ()) -> None:
+        """See `Work`.
 
         Args:
-            anchors: what `copy_of_anchors` has returned; by default it is called now.
+            anchors: what `copy_to_keep` has returned; by default it is called now.
         """
         # In the background modes, the model may move until `publish`.
         if self._before is None and (self.has_moved or self.choice.is_in_background):
-            self._before = self.copy_of_anchors() if anchors is None else anchors
+            self._before = list(anchors) or self.copy_to_keep()
 
-    def copy_of_anchors(self) -> list[Tensor]:
-        """The anchors as they are now."""
+    def copy_to_keep(self) -> list[Tensor]:
+        """See `Work`."""
         return [anchor.detach().clone() for anchor in self._anchors]
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Set the model to the anchors. If old anchors were remembered, add the drift from these."""
+        """See `Work`. If old anchors were remembered, the drift from these is added."""
+        self._pieces.gather()
+        for frozen, kept in self._frozen:
+            frozen.copy_(kept)
+        self._follow_anchors()
+
+    @torch.no_grad()
+    def _follow_anchors(self) -> None:
+        self._pieces.were_changed()
         before, self._before, self._is_stale = self._before, None, True
         self._is_apart &= before is not None
         for number, (model, anchor) in enumerate(zip(self._model, self._anchors, strict=True)):
@@ -350,15 +467,12 @@ class Drift:
                     block.write()
 
     @torch.no_grad()
-    def apply(self, *, used: bool) -> None:
-        """Let the model continue from the anchors after their step.
-
-        Args:
-            used: whether the average of that step has this peer's drift.
-        """
+    def apply(self, *, used: bool, is_accumulating: bool) -> None:
+        """See `Work`."""
+        self._pieces.gather()
         if not used:
             self.take_back()
-            self.publish()
+            self._follow_anchors()
             return
         self._is_stale, self._before = True, None
         mix = self.choice.mix
@@ -379,6 +493,21 @@ class Drift:
         if not self.choice.is_in_background:
             self.samples, self.steps = 0.0, 0
         self._in_flight = 0.0, 0
+        self._pieces.were_changed()
+
+    def abandon(self, *, used: bool) -> None:
+        """See `Work`. If the average has this rank's drift, the others' state has it, too."""
+        if used:
+            self.reset()
+            self.publish()
+
+    def again(self, samples: float) -> tuple[float, bool]:
+        """See `Work`: take the drift once more, with the inner steps made since."""
+        self.take_back()
+        is_finite = self.close()
+        samples = self.samples
+        self.go_on()
+        return samples, is_finite
 
     def _blocks(self, number: int) -> Iterator[_Block]:
         """The blocks of a parameter of the model, for a change that needs no memory of its own."""
@@ -387,6 +516,37 @@ class Drift:
             yield _Block(model, slice(start, start + BLOCK_ELEMENTS), self._anchors[number].dtype, self._scratch)
 
     # -- saved and loaded
+
+    def terms(self) -> dict[str, str]:
+        """See `Work`."""
+        return {"outer optimizer": names_of_members(self._outer)}
+
+    def schemas(self) -> list[bytes]:
+        """See `Work`."""
+        return [*super().schemas(), repr(self.fragments).encode()]
+
+    def saved(self) -> dict[str, Any]:
+        """See `Work`."""
+        return {"outer": copy.deepcopy(self._outer.state_dict()), "drift": self.state_dict()}
+
+    def load_saved(self, state: Loadable, given: dict[str, Any], ours: dict[str, Any]) -> None:
+        """See `Work`. If the dict has no anchor, the anchor becomes the model's parameters, and what the outer
+        optimizer and `error_feedback` keep begins anew."""
+        # The hooks of both come before anything changes: one that raises leaves everything as it was.
+        outer = before_loading(self._outer, ours["outer"]) if "drift" in ours else None
+        load_as_saved(self.inner, given)
+        if self.schedule is not None:
+            self.schedule.rewind()
+        self.reset()
+        state.follow_model()
+        if outer is not None:
+            with without_hooks(self._outer):
+                self._outer.load_state_dict(outer)
+            after_loading(self._outer)
+            self.load_state_dict(ours["drift"])
+        else:
+            self._outer.state.clear()
+            self.forget_residuals()
 
     def state_dict(self) -> dict[str, Any]:
         """The anchors, the samples and steps behind the drift, and the residuals of `error_feedback`."""
@@ -420,7 +580,7 @@ class Drift:
             residual.values.zero_()
 
     def _residuals(self) -> list[Residual]:
-        return [residual for vector in self.vectors for residual in vector.residuals if residual is not None]
+        return [residual for vector in self._vectors for residual in vector.residuals if residual is not None]
 
 
 class _Block:

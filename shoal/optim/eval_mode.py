@@ -9,7 +9,7 @@ falls due, the others wait for this peer as for any that is between two steps, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ class EvalMode:
     """Calls `train` and `eval` of the optimizer that the user has given.
 
     Args:
-        optimizer: returns that optimizer.
+        optimizer: that optimizer.
         options: the options that peers compare.
 
     Attributes:
@@ -36,7 +36,7 @@ class EvalMode:
         changes_state: whether the last `begin` has changed the optimizer's state, and not only the parameters.
     """
 
-    def __init__(self, optimizer: Callable[[], torch.optim.Optimizer], options: GroupOptions) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: GroupOptions) -> None:
         self._optimizer, self._options = optimizer, options
         self._kept: list[Tensor] | None = None  # the parameters of train mode
         self.is_in_train = self.changes_state = False
@@ -46,12 +46,13 @@ class EvalMode:
         """Whether the model has the parameters of eval mode."""
         return self._kept is not None
 
-    def in_train(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The values that these parameters of the optimizer have in train mode."""
+    def in_train(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
+        """The values that these parameters have in train mode; None if they have these now, or if they are not of this
+        optimizer."""
         if self._kept is None:
-            return list(parameters)
+            return None
         kept = dict(zip(map(id, self._own), self._kept, strict=True))
-        return [kept[id(parameter)] for parameter in parameters]
+        return [kept[id(parameter)] for parameter in parameters] if id(parameters[0]) in kept else None
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -101,15 +102,15 @@ class EvalMode:
 
     @property
     def _own(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer().param_groups for parameter in group["params"]]
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _call(self, mode: Mode) -> None:
         with self._options.finding_own(), users_handlers(), users_modes():
-            getattr(self._optimizer(), mode)()
+            getattr(self._optimizer, mode)()
 
     def _look_of_state(self) -> list[tuple[int, int, float]]:
         """Tells whether the state is another one. Writes through `.data` are not counted, hence the sums."""
-        tensors = list(_tensors_in(list(self._optimizer().state.values())))
+        tensors = list(_tensors_in(list(self._optimizer.state.values())))
         sums = [float(tensor.sum(dtype=torch.float64)) if tensor.is_floating_point() else 0.0 for tensor in tensors]
         return [(id(tensor), writes_of(tensor), each) for tensor, each in zip(tensors, sums, strict=True)]
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, overload
 
 import torch
-from blake3 import blake3
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
+from shoal.averaging.exchange import Vector
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
 from shoal.flat import FlatBuffer, Layout, is_finite, neutral, neutral_modes
-from shoal.interrupts import any_finished, holding, result_of
+from shoal.interrupts import holding, result_of
 from shoal.optim._torch import foreach_copy_, foreach_div_, foreach_mul_, foreach_zero_
-from shoal.optim.accumulator import Accumulator, clip, in_grad, lost_gradient
+from shoal.optim.accumulator import Accumulator, in_grad, lost_gradient
 from shoal.optim.settings import BATCH, SAMPLES, whole
 from shoal.optim.trainable import check_real, check_writable
-from shoal.optim.turns import waiting
-from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.errors import AveragingError
 
 log = logging.getLogger(__name__)
 
@@ -322,102 +319,47 @@ class GradientAverager(DecentralizedAverager):
             raise ValueError(f"{type(self).__name__} carries nothing on, and was given {', '.join(state_dict)}")
 
 
-def average_of(
-    averager: DecentralizedAverager, control: StepControl, timeout: float, ended: Future[None]
-) -> bytes | None:
-    """Wait for a round of gradients, which precedes the round of the run. If it fails, log a warning.
-
-    Args:
-        timeout: the time in seconds without any progress after which the round has failed.
-        ended: a future that is done when the others have ended the epoch.
-
-    Returns:
-        The digest of the average, which names it; None if the round failed.
-
-    Raises:
-        Behind: if the others have ended the epoch.
-        Rejected: if they have other terms.
-    """
-    try:
-        either: list[Future[Any]] = [control, ended]
-        until = time.monotonic() + timeout
-        with waiting():
-            while time.monotonic() < until and not any_finished(either, until - time.monotonic()):
-                until = max(until, averager.got_on_at + timeout)
-        if not control.done() and ended.done() and not ended.cancelled():
-            control.cancel()
-            raise Behind("the others have ended the epoch before this peer's gradients were there")
-        control.result(0.0)
-    except (Rejected, Behind):
-        raise
-    except (AveragingError, TimeoutError, CancelledError) as error:
-        control.cancel()
-        log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
-        return None
-    assert averager.last_round is not None
-    return bytes.fromhex(averager.last_round.digest)
-
-
 GradientAveragerFactory = Callable[..., GradientAverager]
 """What `shoal.Optimizer` takes as `grad_averager_factory`."""
 
 
-class AveragerGradients:
-    """The gradients of an `Optimizer` that the user's averager averages. It stands in for `EpochGradients`.
+class AveragerSum:
+    """The gradients of an `Optimizer` that accumulate in the user's averager. It stands in for `EpochGradients`.
 
-    The averager has rounds of its own. Each precedes a round of the run, which then averages no gradients. A parameter
-    without a gradient counts as one with zeros.
-
-    The averager's rounds wait for all known members. So the averager leaves its run while this peer downloads a state
-    (`leave`), and joins it again afterwards (`enter`). The end of an epoch may need several tries. All of them use the
-    same average, and drop what this peer accumulates after it.
+    A parameter without a gradient counts as one with zeros.
 
     Args:
-        me: this peer's key.
         factory: makes the averager. It is called with the parameters, `start=False` and `options`.
         parameters: the parameters that get gradients.
 
     Attributes:
         averager: the averager that the factory made.
+        vectors: those of the run's round: none.
 
     Raises:
         ValueError: if the factory makes anything but a `GradientAverager`.
     """
 
-    def __init__(
-        self, me: bytes, factory: GradientAveragerFactory, parameters: Sequence[torch.Tensor], **options: Any
-    ) -> None:
+    vectors: Sequence[Vector] = ()
+
+    def __init__(self, factory: GradientAveragerFactory, parameters: Sequence[torch.Tensor], **options: Any) -> None:
         averager = factory(parameters, start=False, **options)
         if not isinstance(averager, GradientAverager):
             raise ValueError(f"grad_averager_factory made a {type(averager).__name__}: make a shoal.GradientAverager")
         self.averager = averager
         averager.in_step = True
-        self._me = me
-        self._control: StepControl | None = None  # the control of the round whose average is not used yet
-        self._samples = 0.0  # the samples that this peer brought to that round
-
-    @property
-    def terms(self) -> str:
-        """The averager's options that must be equal at all peers, as text."""
-        own = ", ".join(f"{name} {value}" for name, value in sorted(self.averager.agreed_options().items()))
-        return f"{type(self.averager).__name__} ({own})"
+        self._scale = 1.0  # the factor by which the gradients in `.grad` are too large
 
     @property
     def samples(self) -> float:
         """The number of accumulated samples."""
         return self.averager.local_samples_accumulated
 
-    @property
-    def accumulator(self) -> Accumulator:
-        """Of this peer's gradients."""
-        return self.averager._accumulator
+    def lost(self) -> int | None:
+        """See `Accumulator.lost`."""
+        return self.averager._accumulator.lost()
 
-    @property
-    def held(self) -> bool:
-        """Whether a round has begun whose average is not used yet."""
-        return self._control is not None
-
-    def accumulate(self, batch_size: int) -> None:
+    def accumulate(self, batch_size: float) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples."""
         self.averager.accumulate_grads_(batch_size)
 
@@ -425,101 +367,46 @@ class AveragerGradients:
         """Drop what was accumulated."""
         self.averager.reset_accumulated_grads_()
 
-    def close(self, scale: float = 1.0) -> float:
-        """Begin the averager's round with the accumulated gradients, unless this epoch has had one. If the averager is
-        not in its run, because the others' round began without this peer, there is no round.
+    def close(self, scale: float = 1.0) -> bool:
+        """Note the scale of the gradients. Returns whether all elements are finite."""
+        self._scale = scale
+        return self.averager.is_finite()
 
-        Args:
-            scale: the factor by which the gradients in `.grad` are too large.
+    def drop(self) -> None:
+        """Drop what was accumulated."""
+        self.reset()
 
-        Returns:
-            The number of samples behind these gradients; 0 if an element is not finite.
-        """
-        if self.held:
-            return self._samples
-        averager = self.averager
-        if not averager.is_finite():
-            averager.reset_accumulated_grads_()
-        self._samples = self.samples
+    def begin(self) -> StepControl | None:
+        """Begin the averager's round with the accumulated gradients. If the averager is not in its run, because the
+        others' round began without this peer, there is no round, and the average is this peer's own mean."""
+        averager, scale = self.averager, self._scale
         scaled = [p.grad for p in averager.parameters if p.grad is not None] if scale != 1.0 else []
         if scaled:
             foreach_div_(scaled, scale)
+        control = None
         if averager.is_alive():
-            self._control = averager.step(reset_accumulators=False, wait=False)
+            control = averager.step(reset_accumulators=False, wait=False)
         else:
             averager.load_accumulators_into_averager_()
         if scaled:
             foreach_mul_(scaled, scale)  # should the round fail, more is added to them
-        return self._samples
+        return control
 
-    def average(self, timeout: float, over: Callable[[], Future[None]]) -> bytes:
-        """Wait for the round that `close` began. If it fails, the average is this peer's own mean.
+    @property
+    def average(self) -> list[torch.Tensor]:
+        """The average of each parameter's gradient, where and as precise as the parameter is."""
+        with self.averager.get_tensors() as averaged:
+            return [tensor.to(parameter) for tensor, parameter in zip(averaged, self.averager.parameters, strict=True)]
 
-        Args:
-            timeout: the time in seconds without any progress after which the round has failed.
-            over: makes a future that is done when the others have ended the epoch. The averager's rounds know no
-                epochs: a round after that would average these gradients with those of the next epoch.
-
-        Returns:
-            A name of the average: the same for all peers with the same average.
-
-        Raises:
-            Behind: if the others have ended the epoch.
-            Rejected: if they have another averager.
-        """
-        own = blake3(b"own gradients of " + self._me).digest()
-        if self._control is None:
-            return own
-        ended = over()
-        try:
-            found = average_of(self.averager, self._control, timeout, ended)
-        finally:
-            ended.cancel()
-        if found is None:
-            self._control = None
-        return found or own
-
-    def enter(self, called: Callable[[], bool]) -> None:
-        """Join the averager's run. From now on the others wait for this peer's gradients.
-
-        Args:
-            called: whether the end of the epoch has begun. Then this peer stays out, because the others may be past
-                their averager's round. They would wait for this peer in the run's round, and this peer would wait for
-                them in the next round of the averager.
-        """
-        if not self.averager.is_alive() and not called():
-            self.averager.run_in_background()
-            if called():
-                self.averager.shutdown()
-
-    def leave(self) -> None:
-        """Leave the averager's run, so that nobody waits for this peer's gradients: it is about to leave the state that
-        they belong to."""
-        self.averager.shutdown()  # which ends its round
-        self._control = None
-
-    def stop(self) -> None:
-        """Leave for good."""
-        self.averager.shutdown()
-
-    def carried(self) -> dict[str, Any]:
-        """What the averager carries from one epoch to the next."""
-        return self.averager.state_dict()
-
-    def load_carried(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `carried` returned. Raises ValueError if it is another averager's."""
-        self.averager.load_state_dict(state)
-
-    def use_local(self) -> None:
-        """Nothing to do: there was no round of the run, and the averager's result stays in use."""
+    averages = average
 
     @contextlib.contextmanager
-    def as_grad(self, targets: Sequence[torch.Tensor], max_norm: float | None = None) -> Iterator[float | None]:
+    def as_grad(self, targets: Sequence[torch.Tensor], factor: float = 1.0) -> Iterator[None]:
         """See `EpochGradients.as_grad`."""
         with self.averager.get_tensors() as averaged:
             gradients = [tensor.to(target, copy=True) for tensor, target in zip(averaged, targets, strict=True)]
         self.averager.notify_used_averaged_gradients()
-        self._control = None
-        norm = None if max_norm is None else clip(gradients, max_norm)
+        if factor < 1.0:
+            foreach_mul_(gradients, factor)
         with in_grad(targets, gradients):
-            yield norm
+            yield

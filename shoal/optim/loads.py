@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
-from shoal.flat import holders_of
+from shoal.flat import bytes_of, holders_of
+
+
+HASHED_ELEMENTS = 1 << 22
+"""The number of elements that are copied from a device at a time, to be hashed."""
 
 
 class Loads:
@@ -60,3 +66,13 @@ def _before_load(module: nn.Module, *given: Any) -> None:
     for tensor in module.parameters(recurse=False):
         if (loads := _watched.get(id(tensor))) is not None:
             loads.begin()
+
+
+def hash_of(tensors: Iterable[Tensor]) -> bytes:
+    """The blake3 hash of contiguous tensors, 32 bytes. Those on a device are copied to the host in pieces, so that
+    little memory is needed."""
+    hasher = blake3()
+    for tensor in map(Tensor.detach, tensors):
+        for piece in (tensor,) if tensor.device.type == "cpu" else torch.split(tensor.view(-1), HASHED_ELEMENTS):
+            hasher.update(bytes_of(piece.cpu()))
+    return hasher.digest()

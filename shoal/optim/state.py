@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
-from shoal.cluster.whole import local
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import (
     FlatBuffer,
@@ -49,16 +48,17 @@ from shoal.optim.contents import (
     place,
     place_of,
 )
-from shoal.optim.drift import Drift
 from shoal.optim.eval_mode import EvalMode, Mode
 from shoal.optim.group_options import GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
 from shoal.optim.kept import Kept
-from shoal.optim.loads import Loads
+from shoal.optim.loads import hash_of
 from shoal.optim.loss_steps import LossSteps, of_averages
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
+from shoal.optim.pieces import OnHost, Own, Pieces
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
+from shoal.optim.result import Result
 from shoal.optim.settings import Settings
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
@@ -82,9 +82,6 @@ dtype. Few optimizers keep more; `max_state_bytes` is for these."""
 MANIFEST_BYTES = 1 << 26
 """The allowance for the options, counters and padding of a downloaded state."""
 
-HASHED_ELEMENTS = 1 << 22
-"""The number of elements that are copied from a device at a time, to be hashed."""
-
 WANTED_SECONDS = 120.0
 """After a newcomer has asked for a state that the user had changed meanwhile, each step makes a copy for so long."""
 
@@ -95,7 +92,7 @@ PLAIN = frozenset({Tensor, int, float, bool, str, bytes, type(None)})
 PLAIN_OPTIONS = PLAIN | {tuple, list}
 """Those of options. `check_options` looks into lists."""
 
-AsGrad = Callable[[Sequence[Tensor], float | None], AbstractContextManager[float | None]]
+Load = Callable[["Replica", dict[str, Any], dict[str, Any]], None]
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Groups = Sequence[dict[str, Any]]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -564,6 +561,7 @@ class Replica(TrainingState):
         optimizer, scheduler, extra_tensors: see `TrainingState`. Floating-point extra tensors are averaged, too.
         settings: the settings of the `Optimizer`.
         host: the copy of the parameters on the host that the optimizer steps, if it does not step the model itself.
+        wrapped: the optimizer that the user has given, if it is another one: the inner optimizer.
 
     Attributes:
         tip: the name of the state.
@@ -572,11 +570,9 @@ class Replica(TrainingState):
         trained, frozen: the model's parameters that require gradients, and the others.
         param_names: the names of `parameters`, if the user has given any.
         stepped: the optimizer's own parameters that belong to `trained`.
-        drift: with an outer optimizer, the drift of the model from the anchor, which the parameters here are; else
-            None.
+        pieces: what is stepped, and the way between that and the model.
         shared: the averaged part of the state: parameters and statistics.
         buffers: the extra tensors that are averaged.
-        placement: where the model's parameters are.
         model_memory: the flat memory of the model's parameters.
         options: the options of the parameter groups: this peer's own, and the run's.
         grad_norm: the norm of the last averaged gradient (or drift) before it was clipped; None without
@@ -597,11 +593,10 @@ class Replica(TrainingState):
         extra_tensors: Sequence[Tensor],
         settings: Settings,
         host: HostCopy | None = None,
+        wrapped: torch.optim.Optimizer | None = None,
     ) -> None:
-        self._settings, self._host = settings, host
-        self.drift: Drift | None = None
+        self._settings, self.wrapped = settings, wrapped or optimizer
         self.grad_norm: float | None = None
-        self._loads: Loads | None = None
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
         # Held while the state changes, and while it is copied; but not while a local step calls the user's closure.
@@ -618,13 +613,16 @@ class Replica(TrainingState):
         super().__init__(optimizer, scheduler, extra_tensors, pinned=pinned, frozen=frozen)
         model, memory = (self.parameters, self.memory) if host is None else (host.model, host.memory)
         self.param_names = names_of(optimizer, self.parameters)
-        self.placement = Placement(model, memory, extra_tensors, self.param_names)
         self.model_memory = memory
-        self._told_of_writes = False  # whether a warning has told of writes during a step in the background
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in given if not parameter.requires_grad]
         self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._sent_frozen = [parameter for parameter in model if not parameter.requires_grad]
+        placement = Placement(model, memory, extra_tensors, self.param_names)
+        self.pieces: Pieces = Own(model, self.frozen, placement)
+        self.of_model = self.pieces
+        if host is not None:
+            self.pieces = OnHost(self.pieces, host, self.memory)
         self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
         compression = settings.state_averaging_compression
         kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
@@ -635,7 +633,7 @@ class Replica(TrainingState):
         unspecified = [TensorRole.UNSPECIFIED] * len(extras)
         self.buffers = SharedTensors(lambda: extras, Layout.of(extras), compression, unspecified)
         self.tip, self.state_digest = Tip.genesis(settings.run_id), self.digest()
-        self._eval = EvalMode(lambda: self.wrapped, self.options)
+        self._eval = EvalMode(self.wrapped, self.options)
         if what := self.why_it_cannot_travel(at_start=True):
             raise ValueError(f"{what}: peers that join the run could not have it. {AS_OBJECT}")
 
@@ -652,11 +650,6 @@ class Replica(TrainingState):
     def locked(self) -> AbstractContextManager[object]:
         """A context within which no other thread changes the state or copies it."""
         return self._lock
-
-    @property
-    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The parameters that get gradients in a backward pass, and those that must not get any."""
-        return self.trained, self.frozen
 
     @property
     def described(self) -> Sequence[Tensor]:
@@ -694,174 +687,99 @@ class Replica(TrainingState):
         names = {name for _, name, value in self._kept() if isinstance(value, Tensor) and value.dim()}
         return names <= set(self._settings.average_opt_statistics)
 
-    def take_over(self) -> None:
+    def take_over(self, *, whole: bool = True) -> None:
         """Continue from the model's parameters as other code has set them, in whatever way. Do not call this while a
         step is under way in the background, because the parameters on the host are newer than the model's.
 
         The digest stays: it is that of what the last step has made, in every mode. Only at the start of a run, when
         each peer has made its own parameters, the peers compare those.
+
+        Args:
+            whole: whether trained parameters are those of the model, too, see `Work.follows_model`.
         """
         with self._lock:
-            self.placement.take_over()
-            self._follow_model()
+            self.pieces.gather(anew=True)
+            self.pieces.follow(whole=whole)
             if not self.tip.epoch:
                 self.state_digest = self.digest()
-
-    @torch.no_grad()
-    def _follow_model(self) -> None:
-        if self._host is None:
-            return
-        if self.drift is None:
-            self._host.follow(self.memory)
-        elif self.is_at_start:
-            self._host.copy(self._host.memory, self.memory)
-        else:  # the changes of trained parameters are drift
-            for frozen, kept in zip(self._sent_frozen, self._not_stepped, strict=True):
-                kept.copy_(frozen)
-
-    @property
-    def is_at_start(self) -> bool:
-        """Whether this peer has no part in any step yet. With an outer optimizer, the model then is the anchor."""
-        return not self.tip.epoch and not (self.drift is not None and self.drift.has_moved)
-
-    # -- loaded by the user
-
-    def watch(self, model: Sequence[Tensor]) -> None:
-        """Notice loads into the parameters `model` from now on, because with an outer optimizer these are no drift."""
-        tensors = [parameter for parameter in model if parameter.requires_grad]
-        self._loads = Loads(tensors, lambda: hash_of(local(tensor).detach().contiguous() for tensor in tensors))
-
-    @property
-    def was_loaded(self) -> bool:
-        """Whether a checkpoint was loaded into the model, after the start, and no call has said what it means."""
-        if self._loads is None or not self._loads.changed_the_model:
-            return False
-        if self.is_at_start:
-            self._loads.settle()
-            return False
-        return True
-
-    def refuse_load(self) -> None:
-        """Refuse to go on from a checkpoint that was loaded into the model alone.
-
-        Raises:
-            RuntimeError: if there is one. Nothing has changed then.
-        """
-        if self.was_loaded:
-            raise RuntimeError(
-                "a checkpoint was loaded into the model (load_state_dict) after the first inner step. DiLoCo would "
-                "take its values for the result of inner steps, and one peer alone can't move the anchor that all "
-                'share. Call one of these next: optimizer.load_state_dict(saved["optimizer"]), with the state that '
-                "was saved with the model; "
-                "optimizer.load_state_dict(optimizer.optimizer.state_dict()), to make the loaded values the anchor; "
-                "optimizer.load_state_from_peers(), to continue from the run's state. Or load the old values back"
-            )
 
     @contextlib.contextmanager
     def keeping_model(self, yes: bool) -> Iterator[None]:
         """If `yes`, the model has the same values after this context as before, whatever sets it within."""
         model = [*self.trained, *self._sent_frozen] if yes else []
-        values, told = [parameter.detach().clone() for parameter in model], self._told_of_writes
-        self._told_of_writes |= yes
+        values = [parameter.detach().clone() for parameter in model]
         try:
-            yield
+            with self.pieces.expecting_writes() if yes else contextlib.nullcontext():
+                yield
         finally:
-            self._told_of_writes = told
             with torch.no_grad():
                 for parameter, value in zip(model, values, strict=True):
                     parameter.copy_(value)
 
     # -- steps
 
-    def step(
-        self, as_grad: AsGrad | None, tip: Tip, options: bytes, *, with_state: bool, loss: Loss | None = None
-    ) -> None:
-        """End an epoch: set the state to its average if it was averaged, make the local optimizer's step with the
-        averaged gradients, and step the scheduler. With local updates there is no step, and the changes of the state
-        since it was copied for the round are kept.
-
-        If the optimizer steps a copy on the host, the model's parameters stay as they are until `publish`.
+    def step(self, gradients: AbstractContextManager[None], result: Result) -> None:
+        """End an epoch: set the state to its average if it was averaged, make the optimizer's step with the averaged
+        gradients, and step the scheduler. If the optimizer steps copies, the model stays as it is.
 
         Args:
-            as_grad: makes the averaged gradients, clipped to a norm, the `.grad` of parameters; see `EpochGradients`.
-                None with local updates.
-            tip: the name of the state after the step.
-            options: the run's options, see `GroupOptions`.
-            with_state: whether the state was averaged.
-            loss: the run's loss, for an optimizer that reads that of its closure; None if there is none.
+            gradients: within, the averages are in the `.grad` of the stepped tensors.
+            result: what the step is made with.
         """
-        host, is_local = self._host, as_grad is None
-        with self._lock, contextlib.nullcontext() if host is None else host.set_aside(self.optimizer):
-            if with_state:
-                self.shared.put(keep_changes=is_local)
-            if as_grad is None:
-                self.options.record()
-            else:
-                with as_grad(self.stepped, self._settings.max_grad_norm) as norm, self.options.of_run(options):
-                    self.grad_norm = norm
-                    self._pick_kernels()
-                    with of_averages(self.optimizer):
-                        if loss is None:
-                            self.optimizer.step()
-                        else:
-                            self._steps.make_with(loss)
-            self.options.step_scheduler()
-            self._adopt_new_statistics()
-            self.tip = tip
-            # Before the lock is released: a newcomer's copy is compared with it.
-            self.state_digest = hash_of(self.shared.outputs.flat) if with_state and is_local else self.digest()
-            self._copy_if_wanted()
+        with self._lock, self.pieces.set_aside(self.optimizer):
+            if result.with_state:
+                self.shared.put(keep_changes=False)
+            with gradients, self.options.of_run(result.options):
+                self.grad_norm = result.norm
+                self._pick_kernels()
+                with of_averages(self.optimizer):
+                    if result.loss is None:
+                        self.optimizer.step()
+                    else:
+                        self._steps.make_with(result.loss)
+            self._end_epoch(result.tip, self.digest)
 
-    @property
-    def wrapped(self) -> torch.optim.Optimizer:
-        """The optimizer that the user has given: the inner one of an outer one."""
-        return self.optimizer if self.drift is None else self.drift.inner
+    def take_average(self, result: Result) -> None:
+        """End an epoch without a step, after local steps: set the state to its average if it was averaged, but for the
+        changes since it was copied for the round, and step the scheduler."""
+        with self._lock:
+            if result.with_state:
+                self.shared.put(keep_changes=True)
+            self.options.record()
+            of_average = result.with_state
+            self._end_epoch(result.tip, lambda: hash_of(self.shared.outputs.flat) if of_average else self.digest())
+
+    def _end_epoch(self, tip: Tip, digest: Callable[[], bytes]) -> None:
+        self.options.step_scheduler()
+        self._adopt_new_statistics()
+        self.tip, self.state_digest = tip, digest()  # before the lock is released: a newcomer's copy is compared with it
+        self._copy_if_wanted()
 
     @property
     def is_in_eval(self) -> bool:
         """Whether the model has the parameters of the wrapped optimizer's eval mode."""
         return self._eval.is_on
 
-    def to_mode(self, mode: Mode) -> bool:
+    def to_mode(self, mode: Mode, around: Callable[[], AbstractContextManager[None]]) -> None:
         """Call the wrapped optimizer's own `train` or `eval`, see `EvalMode`. They change the model's parameters.
 
-        Returns:
-            Whether this is another state now.
+        Args:
+            around: makes the context within which the wrapped optimizer has the model's parameters.
 
         Raises:
             MemoryError: if there is no memory for a copy of the parameters.
-            RuntimeError: as `refuse_load`.
         """
-        self.refuse_load()
-        before = self.tip
-        if not self.is_in_eval:
-            self.take_over()
-            found = self.digest() if mode == "train" else b""
-        with self._lock, contextlib.nullcontext() if self.drift is None else self.drift.of_inner():
+        found = b"" if self.is_in_eval else self.digest()
+        with self._lock, around():
             if mode == "eval":
                 self._eval.begin()
             elif not self._eval.end() and self.digest() != found:
                 self._is_rewritten()
-            if self.drift is None:
-                self.publish()
-        return self.tip != before
 
     @property
     def is_in_train(self) -> bool:
         """Whether the wrapped optimizer is known to be in train mode."""
         return self._eval.is_in_train
-
-    @contextlib.contextmanager
-    def in_train_mode(self) -> Iterator[None]:
-        """Within, the wrapped optimizer is in train mode. Afterwards it is in the mode in which it was."""
-        was_in_eval = self.is_in_eval
-        if was_in_eval:
-            self.to_mode("train")
-        try:
-            yield
-        finally:
-            if was_in_eval:
-                self.to_mode("eval")
 
     def _is_rewritten(self) -> None:
         """The parameters are others now. After the first step, that makes them another state."""
@@ -910,25 +828,6 @@ class Replica(TrainingState):
         for name in self._settings.average_opt_statistics:
             self.statistics(name)  # raises if there is no such statistic
 
-    def publish(self) -> None:
-        """Set the model's parameters to the optimizer's own on the host."""
-        if self.drift is not None:
-            self.placement.take_over()
-            self.drift.publish()
-            with torch.no_grad():
-                for frozen, kept in zip(self._sent_frozen, self._not_stepped, strict=True):
-                    frozen.copy_(kept)
-        elif self._host is not None:
-            had_others = self.placement.restore()
-            was_written = self._host.publish(self.memory)
-            if (had_others or was_written) and not self._told_of_writes:
-                self._told_of_writes = True
-                log.warning(
-                    "what was written into the model while a step was under way in the background is overwritten by "
-                    "that step: call optimizer.state_dict() before you write, which waits for the step (this is said "
-                    "once)"
-                )
-
     def _shared_tensors(self) -> list[Tensor | None]:
         tensors: list[Tensor | None] = [*self.parameters]
         for name in self._settings.average_opt_statistics:
@@ -970,11 +869,10 @@ class Replica(TrainingState):
         Raises:
             Rewritten: if this peer is in eval mode, in which its optimizer has another state, too.
         """
-        if self.drift is not None or not self._eval.is_on:
-            return None
-        if self._eval.changes_state:
+        values = self._eval.in_train(self.parameters)
+        if values is not None and self._eval.changes_state:
             raise Rewritten("eval() of this peer's optimizer has changed its state: ask after train()")
-        return self._eval.in_train(self.parameters)
+        return values
 
     def _digest_of(self, snapshot: Snapshot) -> bytes | None:
         """The digest of a snapshot of the whole state, in which the parameters come first; None if they are on several
@@ -1009,42 +907,26 @@ class Replica(TrainingState):
         kept = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
         return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
 
-    def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
-        """Take over a downloaded state. Raises as `make_ready`, and then nothing has changed."""
-        self.make_ready(state, keeps_drift=keeps_drift)(keeps_drift)
-
-    def make_ready(self, state: Downloaded, *, keeps_drift: bool = False) -> Callable[[bool], None]:
+    def make_ready(self, state: Downloaded) -> Callable[[], None]:
         """Prepare to take over a downloaded state, see `prepare`.
 
-        Args:
-            keeps_drift: whether the drift of the model may be kept.
-
         Returns:
-            A function that takes the state over. Its argument says whether to keep the drift, which then counts from
-            the new anchor.
+            A function that takes the state over.
 
         Raises:
             ValueError: if the state does not fit this model, or if a module has replaced a parameter.
             NoMemoryForState: if there is no memory for it.
         """
         with self._lock:
-            self.placement.take_over()
+            self.pieces.gather()
         take = self.prepare(*self._parts_of(state))
-        anchors: list[Tensor] | None = None
-        if self.drift is not None and keeps_drift:
-            with memory_for("the drift that this peer would keep", NoMemoryForState):
-                anchors = self.drift.copy_of_anchors()
 
-        def load(keeps_drift: bool) -> None:
+        def load() -> None:
             with self._lock:
-                if self.drift is not None and keeps_drift:
-                    self.drift.remember(anchors)
                 take()
                 self.options.refresh()
                 self.line.take_over(state.line, state.manifest.tip)
                 self.tip = state.manifest.tip
-                self.publish()
-                self.settle_load()
                 self.state_digest = self.digest()
 
         return load
@@ -1077,10 +959,9 @@ class Replica(TrainingState):
         return PartState(tensors, renumbered, state.part)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local optimizer's state dict, with the epoch in `["state"]["local_epoch"]` and everything else under
+        """The wrapped optimizer's state dict, with the epoch in `["state"]["local_epoch"]` and everything else under
         "shoal"."""
-        drift = self.drift
-        state = self.optimizer.state_dict() if drift is None else drift.inner.state_dict()
+        state = self.wrapped.state_dict()
         own = {} if has_torchs_form(state) else {OWN_FORM: state}
         if own:
             state = {"state": {}, "param_groups": []}
@@ -1088,48 +969,56 @@ class Replica(TrainingState):
         state["shoal"] = self.names() | own | ({IN_EVAL: True} if self.is_in_eval else {})
         if self.scheduler is not None:
             state["shoal"]["scheduler"] = self.scheduler.state_dict()
-        if drift is not None:
-            state["shoal"]["outer"] = copy.deepcopy(self.optimizer.state_dict())
-            state["shoal"]["drift"] = drift.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], load: Load) -> None:
         """Continue from a copy of a state dict. The parameters are those of the model.
 
-        The dict is from `state_dict`, or from the local optimizer. With the latter the epoch stays; if the parameters
+        The dict is from `state_dict`, or from the wrapped optimizer. With the latter the epoch stays; if the parameters
         are not those of the tip, the tip changes, and the state that had it outranks this one. A dict of hivemind
         has an epoch and nothing else of this class. It counts as `target_batch_size` samples for each epoch.
+
+        Args:
+            state_dict: the dict.
+            load: loads the wrapped optimizer, see `Work.load_saved`.
         """
         given = tree.copy_of(state_dict)
         epoch = given["state"].pop("local_epoch", None) if has_torchs_form(given) else None
         ours = given.pop("shoal", {})
         given = ours.get(OWN_FORM, given)
         tip = None if epoch is None else self.tip_of(epoch, ours)
-        # Options of an inner optimizer are not compared by peers.
-        if self.drift is None and has_torchs_form(given):
-            check_options(given["param_groups"])
         with self._lock:
+            self.pieces.gather()
+            load(self, given, ours)
             self._eval.forget()
-            self.placement.take_over()
-            if self.drift is None:
-                load_as_saved(self.optimizer, given)
-            else:
-                self._load_outer(self.drift, given, ours)
             if self.scheduler is not None and "scheduler" in ours:
                 self.scheduler.load_state_dict(ours["scheduler"])
             self.options.refresh()
             self.adopt_statistics()
-            if self._host is not None and self.drift is None:
-                self._host.copy(self._host.memory, self.memory)
             in_eval = self._leave_eval() if ours.get(IN_EVAL) is True else None
             if tip is not None:
                 self.take_names(tip, ours)
-            self.settle_load()
             before, self.state_digest = self.state_digest, self.digest()
             if tip is None and self.tip.epoch and self.state_digest != before:
                 self.tip = self.tip.rewritten(self.state_digest)
             if in_eval is not None:
                 self._return_to_eval(in_eval)
+
+    def load_stepped(self, given: dict[str, Any]) -> None:
+        """Load the state dict of the optimizer that makes the steps of epochs, within `load_state_dict`.
+
+        Raises:
+            ValueError: for options that peers can't compare. Then nothing has changed.
+        """
+        if has_torchs_form(given):
+            check_options(given["param_groups"])
+        load_as_saved(self.optimizer, given)
+        self.follow_model()
+
+    def follow_model(self) -> None:
+        """Set all parameters to the model's, within `load_state_dict`."""
+        self.pieces.gather(anew=True)
+        self.pieces.follow()
 
     @torch.no_grad()
     def _leave_eval(self) -> list[Tensor]:
@@ -1144,11 +1033,6 @@ class Replica(TrainingState):
         self._eval.begin()
         for parameter, value in zip(parameters_of(self.wrapped), loaded, strict=True):
             parameter.copy_(value)
-
-    def settle_load(self) -> None:
-        """What was loaded into the model belongs to the state now."""
-        if self._loads is not None:
-            self._loads.settle()
 
     def names(self) -> dict[str, Any]:
         """The tip and the line, for a state dict."""
@@ -1178,25 +1062,6 @@ class Replica(TrainingState):
         self.line.take_over(line_to(tip, named.get("line", b"")), tip)
         self.tip = tip
 
-    def _load_outer(self, drift: Drift, inner: dict[str, Any], ours: dict[str, Any]) -> None:
-        """Load the inner optimizer's state, and the outer optimizer's with the anchor. If the dict has no anchor, the
-        anchor becomes the model's parameters, and what the outer optimizer and `error_feedback` keep begins anew."""
-        assert self._host is not None
-        # The hooks of both come before anything changes: one that raises leaves everything as it was.
-        outer = before_loading(self.optimizer, ours["outer"]) if "drift" in ours else None
-        load_as_saved(drift.inner, inner)
-        if drift.schedule is not None:
-            drift.schedule.rewind()
-        drift.reset()
-        self._host.copy(self._host.memory, self.memory)
-        if outer is not None:
-            with without_hooks(self.optimizer):
-                self.optimizer.load_state_dict(outer)
-            after_loading(self.optimizer)
-            drift.load_state_dict(ours["drift"])
-        else:
-            self.optimizer.state.clear()
-            drift.forget_residuals()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -1301,16 +1166,6 @@ def put_average(tensor: Tensor, average: Tensor, before: Tensor | None, role: Te
     if role is TensorRole.OPTIMIZER and (average >= 0).all() and (now >= 0).all():
         moved = torch.maximum(moved, torch.minimum(average, now))
     tensor.copy_(moved)
-
-
-def hash_of(tensors: Iterable[Tensor]) -> bytes:
-    """The blake3 hash of contiguous tensors, 32 bytes. Those on a device are copied to the host in pieces, so that
-    little memory is needed."""
-    hasher = blake3()
-    for tensor in map(Tensor.detach, tensors):
-        for piece in (tensor,) if tensor.device.type == "cpu" else torch.split(tensor.view(-1), HASHED_ELEMENTS):
-            hasher.update(bytes_of(piece.cpu()))
-    return hasher.digest()
 
 
 def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:

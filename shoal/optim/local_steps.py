@@ -1,0 +1,53 @@
+"""Work that steps the wrapped optimizer with this peer's own gradients at once (`use_local_updates`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from shoal.optim.closures import Closure
+from shoal.optim.result import Result
+from shoal.optim.work import Batch, Stepper, Trained, Work
+
+
+class LocalSteps(Work):
+    """Steps that this peer makes with its own gradients. At the end of an epoch the peers average the state itself, so
+    this brings only the number of samples behind it.
+
+    Args:
+        optimizer, trained: see `Work`.
+        wrapped: the optimizer that the user has given.
+        make: makes a step of it, given the closure of the batch, or None.
+    """
+
+    wrapped: Optimizer
+
+    def __init__(
+        self, optimizer: Optimizer, trained: Trained, wrapped: Optimizer, make: Callable[[Closure | None], None]
+    ) -> None:
+        super().__init__(optimizer, trained)
+        self.wrapped, self._make, self._samples = wrapped, make, 0.0
+
+    @property
+    def samples(self) -> float:
+        """See `Work`."""
+        return self._samples
+
+    def _use(self, batch: Batch) -> None:
+        self._admit(batch.scaler)
+        self._trained.check_groups()
+        self._make(batch.closure)
+        self._samples += batch.samples
+
+    def close(self) -> bool:
+        """See `Work`."""
+        return True
+
+    def reset(self) -> None:
+        """See `Work`. The steps that were made stay."""
+        self._samples = 0.0
+
+    def step(self, state: Stepper, result: Result) -> None:
+        """See `Work`."""
+        state.take_average(result)

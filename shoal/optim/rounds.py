@@ -1,0 +1,406 @@
+"""In which rounds the work of the peers is averaged: in the round of the run, or in rounds before it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from shoal.averaging.averager import DecentralizedAverager
+from shoal.averaging.control import StepControl
+from shoal.averaging.exchange import Vector
+from shoal.averaging.options import term_of
+from shoal.interrupts import any_finished
+from shoal.optim.grad_averager import AveragerSum
+from shoal.optim.strand_averager import StrandAverager
+from shoal.optim.turns import waiting
+from shoal.optim.work import Work
+from shoal.swarm.protocol.contribution import Outcome
+from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.tip import DIGEST_BYTES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of rounds before the round of the run: the bytes sent and received at this rank, and the seconds."""
+
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0
+
+
+class Rounds(ABC):
+    """The rounds that average what `Work` brings.
+
+    Attributes:
+        brought: the samples with which the rounds of this epoch have begun.
+        cost: of the last rounds before the round of the run.
+    """
+
+    precede = True
+    """Whether they come before the round of the run, which averages no gradients then."""
+
+    def __init__(self) -> None:
+        self.brought = 0.0
+        self.cost = Cost()
+
+    # -- life
+
+    @abstractmethod
+    def enter(self, called: Callable[[], bool]) -> None:
+        """Join the peers that average, before the run counts on this peer. From now on they wait for it.
+
+        Args:
+            called: whether the end of the epoch has begun.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Leave these peers, so that nobody waits for this one: it is about to leave the state to which its
+        contribution belongs."""
+
+    def stop(self) -> None:
+        """Leave for good. If a thread waits for an average, it gets an error."""
+        self.leave()
+
+    # -- the end of an epoch
+
+    @property
+    @abstractmethod
+    def held(self) -> bool:
+        """Whether rounds have begun whose average is not used yet. The end of an epoch may need several tries: all of
+        them use the same average, and drop what this peer accumulates after it."""
+
+    def may_begin(self, *, is_past: bool) -> bool:
+        """Whether the rounds may begin, or have begun.
+
+        Args:
+            is_past: whether others have ended the epoch.
+        """
+        return self.held or not is_past
+
+    @abstractmethod
+    def begin(self, epoch: int, samples: float) -> None:
+        """Begin the rounds of this epoch with what `Work` has taken.
+
+        Args:
+            samples: the weight of this peer's contribution.
+        """
+
+    @abstractmethod
+    def average(self, timeout: float, ended: Future[None]) -> bytes:
+        """Wait for the rounds. If one fails, its average is this peer's own mean.
+
+        Args:
+            timeout: the time in seconds without any progress after which a round has failed.
+            ended: a future that is done when the others have ended the epoch. Rounds before the run's know no epochs: a
+                round after that would average with those of the next epoch.
+
+        Returns:
+            The names of the averages, one after the other.
+
+        Raises:
+            Behind: if the others have ended the epoch.
+            Rejected: if they have other terms.
+        """
+
+    @abstractmethod
+    def name(self, by_rank: Sequence[bytes]) -> bytes:
+        """A name of all averages, the same for all peers with the same ones; b"" if the run's round makes them.
+
+        Args:
+            by_rank: what `average` has returned at each rank.
+        """
+
+    def vectors(self, epoch: int) -> Sequence[Vector]:
+        """The vectors of `Work` that the run's own round averages."""
+        return []
+
+    def settle(self, epoch: int, outcome: Outcome) -> None:  # noqa: B027 (the rounds before have settled theirs)
+        """The run's round is over: note what its codecs have lost."""
+
+    def use_local(self) -> None:  # noqa: B027 (the results of the rounds before stay in use)
+        """There is no round of the run: use this peer's own contribution as the average."""
+
+    @abstractmethod
+    def used(self) -> None:
+        """The average was used."""
+
+    # -- what peers compare, and what is saved
+
+    def terms(self) -> dict[str, str]:
+        """The options that must be equal in a run, by name."""
+        return {}
+
+    def carried(self) -> dict[str, Any]:
+        """What is carried from one epoch to the next; {} if it is nothing."""
+        return {}
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `carried` returned; with {}, as if nothing had been averaged.
+
+        Raises:
+            ValueError: if it is the state of something else.
+        """
+        if state:
+            raise ValueError("this optimizer has none")
+
+
+class InTheRun(Rounds):
+    """The round of the run averages what `Work` brings, so there is nothing to join, to wait for or to name.
+
+    Args:
+        work: has the vectors.
+    """
+
+    precede = held = False
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+        self._epoch = 0
+
+    def enter(self, called: Callable[[], bool]) -> None:
+        """See `Rounds`."""
+
+    def leave(self) -> None:
+        """See `Rounds`."""
+
+    def may_begin(self, *, is_past: bool) -> bool:
+        """See `Rounds`. A peer that has missed the round of the run gets its result."""
+        return True
+
+    def begin(self, epoch: int, samples: float) -> None:
+        """See `Rounds`."""
+        self._epoch = epoch
+
+    def average(self, timeout: float, ended: Future[None]) -> bytes:
+        """See `Rounds`."""
+        return b""
+
+    def name(self, by_rank: Sequence[bytes]) -> bytes:
+        """See `Rounds`."""
+        return b""
+
+    def vectors(self, epoch: int) -> Sequence[Vector]:
+        """See `Rounds`."""
+        return self._work.vectors(epoch)
+
+    def settle(self, epoch: int, outcome: Outcome) -> None:
+        """See `Rounds`."""
+        for vector in self._work.vectors(epoch):
+            vector.settle(outcome)
+
+    def use_local(self) -> None:
+        """See `Rounds`."""
+        for vector in self._work.vectors(self._epoch):
+            vector.use_local()
+
+    def used(self) -> None:
+        """See `Rounds`."""
+
+
+class AveragerRounds(Rounds):
+    """The rounds of the averager that the user's `grad_averager_factory` has made.
+
+    They wait for all known members. So the averager leaves its run while this peer downloads a state (`leave`), and
+    joins it again afterwards (`enter`).
+
+    Args:
+        me: this peer's key.
+        gradients: accumulates the gradients in the averager.
+    """
+
+    def __init__(self, me: bytes, gradients: AveragerSum) -> None:
+        super().__init__()
+        self._me, self._gradients, self._averager = me, gradients, gradients.averager
+        self._control: StepControl | None = None  # the control of the round whose average is not used yet
+
+    def enter(self, called: Callable[[], bool]) -> None:
+        """See `Rounds`. If the end of the epoch has begun, this peer stays out, because the others may be past their
+        averager's round. They would wait for this peer in the run's round, and this peer would wait for them in the
+        next round of the averager."""
+        if not self._averager.is_alive() and not called():
+            self._averager.run_in_background()
+            if called():
+                self._averager.shutdown()
+
+    def leave(self) -> None:
+        """See `Rounds`."""
+        self._averager.shutdown()  # which ends its round
+        self._control = None
+
+    @property
+    def held(self) -> bool:
+        """See `Rounds`."""
+        return self._control is not None
+
+    def begin(self, epoch: int, samples: float) -> None:
+        """See `Rounds`."""
+        self.brought, self._control = samples, self._gradients.begin()
+
+    def average(self, timeout: float, ended: Future[None]) -> bytes:
+        """See `Rounds`."""
+        found = None if self._control is None else average_of(self._averager, self._control, timeout, ended)
+        if found is None:
+            self._control = None
+        return found or own_name(self._me)
+
+    def name(self, by_rank: Sequence[bytes]) -> bytes:
+        """See `Rounds`."""
+        return by_rank[0]
+
+    def used(self) -> None:
+        """See `Rounds`."""
+        self._control = None
+
+    def terms(self) -> dict[str, str]:
+        """See `Rounds`."""
+        own = ", ".join(f"{name} {value}" for name, value in sorted(self._averager.agreed_options().items()))
+        return {"grad_averager_factory": term_of(f"{type(self._averager).__name__} ({own})")}
+
+    def carried(self) -> dict[str, Any]:
+        """See `Rounds`."""
+        return self._averager.state_dict()
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """See `Rounds`."""
+        self._averager.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Strand:
+    """What a rank brings to the rounds of one strand: the vector that they average, and what makes them."""
+
+    vector: Vector
+    averager: StrandAverager
+
+
+class StrandRounds(Rounds):
+    """The rounds of the strands that this rank carries. The run's own round follows, in which rank 0 names the averages
+    of all strands. A peer whose averages differ from those of most peers downloads their state.
+
+    Args:
+        turns: the strands of this rank, for each turn in which they are averaged.
+        carriers: for each strand of the run, the rank of this cluster that carries it.
+    """
+
+    def __init__(self, turns: Sequence[Sequence[Strand]], carriers: Sequence[int]) -> None:
+        super().__init__()
+        self._turns, self._carriers = turns, carriers
+        self._averagers = [strand.averager for turn in turns for strand in turn]
+        self._controls: list[StepControl | None] | None = None  # of rounds whose average is not used yet
+        self._in_round: Sequence[Strand] = ()
+        self._began = Cost()  # the node's counters when the rounds began
+
+    def enter(self, called: Callable[[], bool]) -> None:
+        """See `Rounds`. If the others' rounds have begun, this rank gets their results."""
+        if all(averager.is_alive() for averager in self._averagers):
+            return
+        for averager in self._averagers:
+            averager.run_in_background(await_ready=False)
+        for averager in self._averagers:
+            averager.wait_until_ready()
+
+    def leave(self) -> None:
+        """See `Rounds`."""
+        for averager in self._averagers:
+            averager.shutdown()  # which ends its round
+        self._controls = None
+
+    @property
+    def held(self) -> bool:
+        """See `Rounds`."""
+        return self._controls is not None
+
+    def begin(self, epoch: int, samples: float) -> None:
+        """See `Rounds`."""
+        strands = self._turns[epoch % len(self._turns)]
+        self._in_round, self.brought, self._began = strands, samples, self._so_far()
+        self._controls = [strand.averager.begin(samples) if strand.averager.is_alive() else None for strand in strands]
+
+    def average(self, timeout: float, ended: Future[None]) -> bytes:
+        """See `Rounds`."""
+        names = []
+        for strand, control in zip(self._in_round, self._controls or [None] * len(self._in_round), strict=True):
+            found = None if control is None else average_of(strand.averager, control, timeout, ended)
+            if found is None:
+                strand.vector.use_local()
+                found = own_name(strand.averager.peer_id.key)
+            names.append(found)
+        now, then = self._so_far(), self._began
+        self.cost = Cost(now.sent - then.sent, now.received - then.received, now.seconds - then.seconds)
+        return b"".join(names)
+
+    def _so_far(self) -> Cost:
+        node = self._averagers[0].dht.node
+        return Cost(node.bytes_sent, node.bytes_received, time.monotonic())
+
+    def name(self, by_rank: Sequence[bytes]) -> bytes:
+        """See `Rounds`."""
+        named = [[names[at : at + DIGEST_BYTES] for at in range(0, len(names), DIGEST_BYTES)] for names in by_rank]
+        return blake3(b"".join(in_order(self._carriers, named))).digest()
+
+    def used(self) -> None:
+        """See `Rounds`."""
+        self._controls = None
+
+    def terms(self) -> dict[str, str]:
+        """See `Rounds`."""
+        # Terms are compared in the order of their names. A peer with another number of strands should hear that first.
+        return {"strands": str(len(self._carriers))}
+
+
+def own_name(key: bytes) -> bytes:
+    """The name of the own mean of the peer with this key, which it uses if there was no round."""
+    return blake3(b"own gradients of " + key).digest()
+
+
+def in_order(carriers: Sequence[int], by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+    """Sort values that each rank has given for its own parts into the order of all parts."""
+    of_rank = [iter(said) for said in by_rank]
+    return [next(of_rank[rank]) for rank in carriers]
+
+
+def average_of(
+    averager: DecentralizedAverager, control: StepControl, timeout: float, ended: Future[None]
+) -> bytes | None:
+    """Wait for a round of gradients, which precedes the round of the run. If it fails, log a warning.
+
+    Args:
+        timeout: the time in seconds without any progress after which the round has failed.
+        ended: a future that is done when the others have ended the epoch.
+
+    Returns:
+        The digest of the average, which names it; None if the round failed.
+
+    Raises:
+        Behind: if the others have ended the epoch.
+        Rejected: if they have other terms.
+    """
+    try:
+        either: list[Future[Any]] = [control, ended]
+        until = time.monotonic() + timeout
+        with waiting():
+            while time.monotonic() < until and not any_finished(either, until - time.monotonic()):
+                until = max(until, averager.got_on_at + timeout)
+        if not control.done() and ended.done() and not ended.cancelled():
+            control.cancel()
+            raise Behind("the others have ended the epoch before this peer's gradients were there")
+        control.result(0.0)
+    except (Rejected, Behind):
+        raise
+    except (AveragingError, TimeoutError, CancelledError) as error:
+        control.cancel()
+        log.warning("the gradients were not averaged (%s): going on with this peer's own", error)
+        return None
+    assert averager.last_round is not None
+    return bytes.fromhex(averager.last_round.digest)
