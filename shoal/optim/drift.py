@@ -214,7 +214,7 @@ class Drift(Work):
         return self._is_apart or self.steps + self._in_flight[1] > 0
 
     @property
-    def is_at_start(self) -> bool:
+    def is_at_start(self) -> bool:  # type: ignore[override]
         """Whether this rank has no part in any step yet. Then the model is the anchor."""
         return not self._epoch and not self.has_moved
 
@@ -500,6 +500,22 @@ class Drift(Work):
         if used:
             self.reset()
             self.publish()
+
+    def apply_last(self, *, used: bool | None) -> None:
+        """See `Work`."""
+        if used is not None:
+            self.apply(used=used, is_accumulating=True)
+
+    def use_theirs(self) -> None:
+        """See `Work`."""
+        self.apply(used=True, is_accumulating=True)
+
+    def restart(self, *, keeps: bool) -> None:
+        """See `Work`."""
+        if keeps:
+            self.take_back()
+        else:
+            self.reset()
 
     def again(self, samples: float) -> tuple[float, bool]:
         """See `Work`: take the drift once more, with the inner steps made since."""

@@ -1,43 +1,46 @@
-"""Takes one peer from epoch to epoch: the peer accumulates, ends the epoch with the others, and catches up if it is
-late."""
+"""Takes a rank from epoch to epoch: it accumulates, ends the epoch with the others, and catches up if it is late."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
-from msgspec.structs import replace
 
+from shoal.averaging.exchange import Exchange, Vector, exchange_of
+from shoal.cluster.team import Asked, Team
+from shoal.flat.allocation import memory_for
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
-from shoal.optim.accumulation import Accumulation
+from shoal.optim.accumulator import factor_of
 from shoal.optim.closures import Closure
-from shoal.optim.drift import Drift
-from shoal.optim.epoch_round import Averaged, EpochRound, report_of
-from shoal.optim.forks import Forks
-from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.kept import Keeper, Kept, read_kept
-from shoal.optim.progress import RunProgress
-from shoal.optim.reports import DownloadReport, Event
-from shoal.optim.run import Run, until
+from shoal.optim.eval_mode import Mode
+from shoal.optim.kept import Kept, read_kept
+from shoal.optim.pilot import Brought, End, Ended, Follow, GoOn, Load, Pilot, Recall, Settle, Standing, Wait
+from shoal.optim.reports import DownloadReport
+from shoal.optim.result import Result
+from shoal.optim.rounds import Rounds, in_order
+from shoal.optim.run import until
 from shoal.optim.settings import Settings
 from shoal.optim.state import AS_OBJECT, Replica, Rewritten, for_newcomer
-from shoal.optim.strand_replica import StrandReplica
-from shoal.optim.strand_rounds import StrandRounds
-from shoal.optim.turns import are_several, is_called_away, wait_for
+from shoal.optim.turns import are_several
+from shoal.optim.work import Batch, Work
 from shoal.p2p.identity import PeerID
-from shoal.swarm.loading import DoesNotFit
+from shoal.swarm.protocol.book import RuleBroken
+from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.loss import Loss
+from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Offer, StateDonor
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingWanted
@@ -45,19 +48,19 @@ from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState
 log = logging.getLogger(__name__)
 
 KEPT_AGAIN_SECONDS = 60.0  # the time until this peer tries again to load a kept state for which it had no memory
-LONGEST_REST = 600.0  # seconds after which a newcomer that does not fit into the run asks again at the latest
 APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has not applied yet
+TOLD, TOLD_SECONDS = 8, 60.0  # warnings of gradients that are not finite: at most so many in so many seconds
 
 
 class EpochState(Enum):
-    """The state of a peer with respect to the end of an epoch. The trainer's thread makes every transition, within its
+    """The state of a rank with respect to the end of an epoch. The trainer's thread makes every transition, within its
     calls; or the background thread on its behalf, while it waits in another optimizer (`close_on_loan`).
 
     A round or a download that the trainer waits for begins and ends within one call, in ACCUMULATING.
     """
 
     ACCUMULATING = auto()
-    """This peer accumulates, and nothing is under way in the background.
+    """This rank accumulates, and nothing is under way in the background.
 
     To AVERAGING: the round of the epoch is due, and this peer averages in the background.
     To STEPPING: the round is over, and this peer steps in the background.
@@ -88,6 +91,13 @@ class EpochState(Enum):
     """The optimizer was shut down."""
 
 
+class Background(NamedTuple):
+    """What goes on in the background at the end of an epoch, while the trainer continues: the round, and the step."""
+
+    averages: bool = False
+    steps: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Ending:
     """The end of an epoch in the background.
@@ -100,64 +110,132 @@ class _Ending:
     """
 
     tip: Future[Tip]
-    result: Future[Averaged | None]
+    result: Future[Ended | None]
     on_loan: bool = False
 
 
+# -- what ranks ask rank 0, and tell each other
+
+
+class Next(Enum):
+    """What follows the use of a batch."""
+
+    GO_ON = 0
+    END = 1
+    """The round of the epoch is due."""
+    LOAD = 2
+    """Others have ended the epoch without this peer."""
+    BEHIND = 3
+    """The same, and it was known before the batch."""
+
+
+class Turn(msgspec.Struct, array_like=True, frozen=True):
+    """What all ranks do with the batches of a step.
+
+    Attributes:
+        tip: the name of the state.
+        samples: the samples of all ranks.
+        loss: the mean loss of these, or None.
+        is_used: whether the batches are used.
+        then: what follows.
+    """
+
+    tip: Tip
+    samples: float = 0.0
+    loss: Loss | None = None
+    is_used: bool = False
+    then: Next = Next.GO_ON
+
+
+class Fetched(msgspec.Struct, array_like=True, frozen=True):
+    """Whether a rank has its parts of another state, or can load them.
+
+    Attributes:
+        why: the reason why not; "" if it is so.
+        lacks_memory: whether the reason is that it has no memory.
+    """
+
+    why: str = ""
+    lacks_memory: bool = False
+
+
+class Keeps(msgspec.Struct, array_like=True, frozen=True):
+    """What becomes of this peer's contribution when it loads another state.
+
+    Attributes:
+        is_in_theirs: whether the other state may have it already.
+        can_be_kept: whether it means something on the other state.
+    """
+
+    is_in_theirs: bool
+    can_be_kept: bool
+
+
+TURN = Asked[None, Turn]("batch", None, Turn)
+COUNT = Asked[None, Next]("count", None, Next)
+UNUSED = Asked[None, Ended | None]("unused round", None, Ended | None)
+MAY_END = Asked[None, bool]("may end", None, bool)
+MAY_BEGIN = Asked[None, bool]("may begin rounds", None, bool)
+FINITE = Asked[bool, list[bool]]("finite", bool, list[bool])
+NAMES = Asked[bytes, list[bytes]]("names of averages", bytes, list[bytes])
+ROUND = Asked[None, Ended | None]("round", None, Ended | None, raises=(Behind, Rejected))
+NORMS = Asked[list[float], list[list[float]]]("norms", list[float], list[list[float]])
+DIGESTS = Asked[bytes, list[bytes]]("digests", bytes, list[bytes])
+RESTS = Asked[None, bool]("rests", None, bool)
+REPLAY = Asked[None, bool]("replay", None, bool)
+LOADS = Asked[None, Tip | None]("load", None, Tip | None)
+PAUSE = Asked[None, bool]("pause", None, bool)
+READY = Asked[Fetched, list[Fetched]]("ready", Fetched, list[Fetched])
+KEEPS = Asked[None, Keeps]("keeps", None, Keeps)
+MAY_LOAD = Asked[None, bool]("may load", None, bool)
+
+
 class Epoch:
-    """Each epoch of a peer, from the first batch to the step that ends it.
+    """Each epoch of a rank, from the first batch to the step that ends it. All ranks of a cluster that have a part of
+    the state run the same code. What depends on the run, or on the time, `Pilot` decides at rank 0.
 
     The trainer's thread calls all methods, except that the reactor calls `donor`, `take_snapshot` and `priority`.
 
     Args:
         settings: the settings of the optimizer.
-        run: this peer's part in the run.
-        replica: this peer's state.
-        accumulation: what this peer has accumulated in the present epoch.
-        tracker: counts the samples of all peers.
-        tell: called with each event.
+        team: the ranks.
+        state: this rank's part of the state.
+        rounds: in which rounds the work of this rank is averaged.
+        pilot: asks the run, at rank 0.
+        background: what the trainer does not wait for.
 
     Attributes:
         state: see `EpochState`.
         applied: the tip of the model's parameters.
+        digest: the hash of the state.
     """
 
     def __init__(
         self,
         settings: Settings,
-        run: Run,
-        replica: Replica,
-        accumulation: Accumulation,
-        tracker: RunProgress,
-        tell: Callable[[Event], None],
+        team: Team,
+        state: Replica,
+        rounds: Rounds,
+        pilot: Pilot,
+        background: Background,
     ) -> None:
-        self._settings, self._run, self._replica = settings, run, replica
-        self._accumulation, self._tracker, self._tell = accumulation, tracker, tell
-        self._gradients, self._drift = accumulation.gradients, accumulation.drift
-        self._round = EpochRound(settings, run, replica, accumulation.gradients)
+        self._settings, self._team, self._state, self._rounds, self._pilot = settings, team, state, rounds, pilot
+        self._work: Work = rounds.work
+        self._background = background
         # If the round was called during a step, that step's samples may begin the next epoch. So the epoch ends before
-        # they are added. (Reused gradients have them in this epoch's sum already.)
-        self._ends_before_adding = settings.in_background and not settings.reuse_grad_buffers
-        self._averages_in_background = settings.averages_in_background
-        # Otherwise the step changes the parameters that the trainer uses.
-        self._steps_in_background = settings.in_background and not settings.use_local_updates
+        # they are added.
+        self._ends_before_adding = any(background) and not self._work.holds_every_batch
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING; in CLOSED, if it took longer than `close`
         self._brought = 0.0  # samples that this peer brought to that end of an epoch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-update")
-        self.applied = self._counted_from = replica.tip  # the second one begins the epoch for which it accumulates
-        self._made_with: frozenset[bytes] = frozenset()  # the peers that made its state with it, or sent it the state
+        self.applied = self._counted_from = state.tip  # the second one begins the epoch for which it accumulates
+        self.digest = state.state_digest
+        self._vote = b""  # this peer's options of the parameter groups, for the next round
         self._told_of_state = False  # whether a warning has told that newcomers can't be sent this peer's state
-        self._forks = Forks(run, replica, Keeper(settings.kept_state_dir, run.me), tell)
         self._step_seconds = 0.0  # of the last step
-        self._waited_at: Tip | None = None  # the tip at which this peer has waited for the inner steps of others
         self._kept_again_at = 0.0  # when to look for a kept state again, after there was no memory for it
-        self._told_pin = 0  # the last pin for which a warning has said that nobody has its state
-
-    @property
-    def machine(self) -> str:
-        """A name for everything on which the bits of this peer's step depend."""
-        return self._round.machine.name
+        self._sparing = Sparing(TOLD, TOLD_SECONDS)
 
     @property
     def is_busy(self) -> bool:
@@ -170,23 +248,14 @@ class Epoch:
         ending = self._ending
         return ending is not None and ending.result.done()
 
-    @property
-    def _has_failed(self) -> bool:
-        return self.state is EpochState.FAILED
+    def _standing(self) -> Standing:
+        work, state = self._work, self._state
+        return Standing(state.tip, state.line, work.progress, work.samples, work.has_its_part, self.is_busy)
 
     @property
     def is_behind(self) -> bool:
-        """Whether others hold a state that outranks this peer's, and this peer is not about to reach it by itself."""
-        behind = self._run.swarm.behind
-        return behind is not None and not self.is_busy and behind.outranks(self._replica.tip)
-
-    @property
-    def _rests(self) -> bool:
-        """Whether this peer could not download the state that others hold, or a download did not help (see
-        `HiddenState`), and it waits before it tries again. Meanwhile it keeps its state, brings no samples and ends no
-        epoch, so nobody waits for it."""
-        is_suspected = self._round.hidden.rests(time.monotonic()) and bool(self._run.donors())
-        return not self.is_busy and (is_suspected or self._run.swarm.rests(self._replica.tip))
+        """At rank 0: whether others hold a state that outranks this peer's."""
+        return self._pilot.is_behind(self._standing())
 
     def begin(self) -> None:
         """From now on the coordinator waits for this peer.
@@ -194,185 +263,384 @@ class Epoch:
         Raises:
             Rejected: if the run has other terms.
         """
-        if not self.is_behind:
-            self._accumulation.enter()
-        try:
-            self._tracker.report(0.0)
-        except Behind:
-            log.info("the run has begun: the first step downloads the state")
+        if self._team.decided(MAY_END, lambda _: not self.is_behind):
+            self._enter()
+        self._team.at_first(lambda: self._pilot.begin())
 
-    def advance(self, batch_size: int, grad_scaler: GradScaler | None, closure: Closure | None = None) -> None:
-        """Use the parameters' `.grad`, the mean over `batch_size` samples, and end the epoch if its round is due. If
-        others have ended the epoch without this peer, download their state instead. `closure` is as in
-        `Accumulation.add`. Raises as `Optimizer.step`."""
-        self._forks.look(self._made_with)
-        if not self._follow_pin() or self._rests:
-            self._drop_reused()
-            return
-        if self.is_behind:
-            if self._drift is not None and self._drift.has_moved and batch_size:
-                self._accumulation.add(batch_size, grad_scaler, closure)  # the drift outlasts the download
-            self._synchronise()
-            self._drop_reused()
-        elif batch_size:
-            computed_at, accumulation = self.applied, self._accumulation
-            if self._ends_before_adding and accumulation.samples and not self.is_busy and not self._has_failed:
-                self._end_if_due()
-            if self.applied == computed_at:  # otherwise another state was downloaded meanwhile
-                accumulation.add(batch_size, grad_scaler, closure)
-        self._count()
+    def _enter(self) -> None:
+        self._rounds.enter(lambda: self._pilot.is_called(self._state.tip))
 
-    def _drop_reused(self) -> None:
-        """This peer does not use the batch of this step. Where gradients are accumulated in `.grad`, autograd has added
-        the batch to those of earlier steps, so all of them are dropped."""
-        if self._settings.reuse_grad_buffers:
-            self._accumulation.restart()
+    # -- within an epoch
 
-    def assist(self) -> None:
-        """Make the step of an auxiliary peer, which trains nothing and holds no state. It helps in the next round, if
-        one is called within `matchmaking_time`.
+    def advance(self, batch: Batch) -> None:
+        """Use the parameters' `.grad`, and end the epoch if its round is due. If others have ended the epoch without
+        this peer, download their state instead. Raises as `Optimizer.step`.
 
-        Raises:
-            Rejected: if the run has other terms.
+        Args:
+            batch: that of this step; in a cluster it counts at rank 0, and has the samples of all ranks.
         """
-        try:
-            self._move(self._run.call(self._run.swarm.catch_up))
-            self._tracker.report(0.0)
-            if not self._run.wait_for_call(self._settings.matchmaking_time):
-                return
-            outcome = self._round.assist()
-        except Rejected:
-            raise
-        except AveragingError as error:
-            log.info("no round to assist in: %s", error)
-            return
-        self._move(outcome.commit.next_tip)
-        self._tell(report_of(outcome, self._replica.tip.epoch, self._replica.state_digest))
+        turn = self._team.decided(TURN, lambda _: self._lead(batch), then=self._follow)
+        then = turn.then
+        if then is Next.BEHIND:
+            self._synchronise()
+            self._work.skip()
+            then = self._team.decided(COUNT, lambda _: self._count())
+        if then is Next.END:
+            self._end()
+        elif then is Next.LOAD:
+            self._catch_up()
 
-    def _move(self, tip: Tip) -> None:
-        self.applied = self._replica.tip = tip
+    def _lead(self, batch: Batch) -> Turn:
+        """At rank 0: use the batch, unless this peer is behind, and say what follows."""
+        match self._where_to():
+            case Wait():
+                self._work.skip()
+                return Turn(self._state.tip)
+            case Load():
+                then, is_used = Next.BEHIND, self._work.has_moved and batch.samples > 0  # the drift outlasts the download
+                if is_used:
+                    self._add(batch)
+            case _:
+                computed_at, is_used = self.applied, False
+                if batch.samples:
+                    if self._ends_before_adding and self._work.samples and self.state is EpochState.ACCUMULATING:
+                        self._end_if_due()
+                    is_used = self.applied == computed_at  # otherwise another state was downloaded meanwhile
+                    if is_used:
+                        self._add(batch)
+                then = self._count()
+        loss = None if batch.closure is None else batch.closure.loss
+        return Turn(self._state.tip, batch.samples, loss, is_used, then)
+
+    def _follow(self, turn: Turn) -> None:
+        """At other ranks: do what rank 0 has done with the batches."""
+        if self._state.tip != turn.tip:
+            self._name(turn.tip)
+        if turn.is_used:
+            self._add(Batch(turn.samples, closure=None if turn.loss is None else Closure(None, turn.loss)))
+
+    def _add(self, batch: Batch) -> None:
+        self._enter()
+        self._work.add(batch)
+
+    def _where_to(self) -> GoOn | Load | Wait:
+        """At rank 0: what the run asks of this peer, after it has followed the newest pin as far as it can without a
+        download."""
+        while True:
+            decision = self._pilot.next(self._standing())
+            if isinstance(decision, Recall):
+                if self._recall(decision.pin):
+                    continue
+                decision = self._pilot.without(decision.pin, self._standing())
+            match decision:
+                case Settle():
+                    self.take_result(wait=True)
+                case Follow(tip):
+                    self._name(tip)
+                    self._pilot.follow(tip)
+                case GoOn() | Load() | Wait():
+                    return decision
+
+    def _name(self, tip: Tip) -> None:
+        """The owner has pinned a state that leads to this one, which has this name now."""
+        self._state.tip = self.applied = tip
         self._count_from(tip)
 
-    # -- the end of an epoch
-
-    def _count(self) -> None:
-        """Report what this peer has accumulated, and end the epoch if its round is due."""
-        if self._has_failed:
-            self._replica.take_over()  # the user may have written since
-            self._end_in_background(self._brought if self._drift is None else self._taken_anew(self._drift))
-        if self.is_busy and self._result_is_due and self._settings.outer is not None and self._settings.outer.delay:
+    def _count(self) -> Next:
+        """At rank 0: report what this peer has accumulated. Returns what follows."""
+        if self.state is EpochState.FAILED:
+            self._take_over()  # the user may have written since
+            self._end_in_background(self._checked(*self._work.again(self._brought)))
+        if self.is_busy and self._work.result_may_wait and self._work.result_is_due:
             self.take_result(wait=True)
-            if self._has_failed:
-                return  # the next step tries again
+            if self.state is EpochState.FAILED:
+                return Next.GO_ON  # the next step tries again
         if self.state is EpochState.AVERAGING:
             assert self._ending is not None
             if self._ending.tip.done():
                 self.state = EpochState.STEPPING
                 self._count_from(self._ending.tip.result())
             elif not self._has_its_part:
-                return  # it accumulates for an epoch whose tip is not known yet
+                return Next.GO_ON  # it accumulates for an epoch whose tip is not known yet
             else:
                 self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
-                if self._has_failed:
-                    return  # the next step tries again
-        self._end_if_due(self._accumulation.progress)
+                if self.state is EpochState.FAILED:
+                    return Next.GO_ON  # the next step tries again
+        match self._pilot.count(self._standing()):
+            case End():
+                return Next.END
+            case Load():
+                return Next.LOAD
+            case GoOn():
+                return Next.GO_ON
 
     @property
     def _has_its_part(self) -> bool:
         """Whether this peer has accumulated as much as it brought to the epoch before."""
         if self._settings.counts_steps and not self._brought:
-            return self._accumulation.has_its_part
-        return self._accumulation.samples >= (self._brought or self._settings.target)
+            return self._work.has_its_part
+        return self._work.samples >= (self._brought or self._settings.target)
 
-    @property
-    def _result_is_due(self) -> bool:
-        """Whether the result of the background may be applied: with `DiLoCo(overlap=n)`, after n inner steps."""
-        outer = self._settings.outer
-        return self._drift is None or outer is None or self._drift.steps >= outer.delay
+    # -- the end of an epoch
 
-    def _taken_anew(self, drift: Drift) -> float:
-        """After a failed round, take the drift once more, with the inner steps made since. Returns its samples."""
-        drift.take_back()
-        samples = self._accumulation.close()
-        drift.go_on()
-        return samples
+    def _end_if_due(self) -> None:
+        if isinstance(self._pilot.due(), End):
+            self._end()
 
-    def _end_if_due(self, samples: float | None = None) -> None:
-        """End the epoch if its round is due. Report `samples` before, if they are given."""
+    def _end(self) -> None:
+        """End the epoch, or begin to end it in the background."""
         try:
-            if samples is not None:
-                self._tracker.report(samples, behind=self._accumulation.samples)
-                self._wait_for_the_slower()
-            if self._tracker.ready_to_update_epoch:
-                if self.is_busy:
-                    self.take_result(wait=True)  # one epoch late at most
-                with self._tracker.paused():
-                    self._end_epoch()
+            if self.is_busy:
+                self.take_result(wait=True)  # one epoch late at most
+            with self._paused():
+                self._end_epoch()
         except Behind as error:
             log.info("%s", error)
-            if self.is_busy:
-                self.take_result(wait=True)
-            self._synchronise()
+            self._catch_up()
 
-    def _wait_for_the_slower(self) -> None:
-        """Wait for the inner steps of the others, once in an epoch, at most for `matchmaking_time`. A peer does so if
-        inner steps are counted and it has made its own."""
-        tip = self._replica.tip
-        if self._accumulation.has_its_part and self._waited_at != tip and not self._tracker.ready_to_update_epoch:
-            self._waited_at = tip
-            with self._tracker.paused():
-                self._run.wait_for_round(tip, self._settings.matchmaking_time)
+    def _catch_up(self) -> None:
+        if self.is_busy:
+            self.take_result(wait=True)
+        self._synchronise()
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """See `RunProgress.paused`."""
+        with contextlib.ExitStack() as paused:
+            self._team.at_first(lambda: paused.enter_context(self._pilot.paused()))
+            yield
 
     def _end_epoch(self) -> None:
-        """End the epoch in this call, or begin to end it in the background."""
-        averaged, samples = self._round.unused(), self._accumulation.samples
-        if averaged is None:
-            self._replica.placement.check_groups()
-            self._round.vote()  # first: it refuses options, and then nothing has changed
-            if self._round.few_are_here():
+        ended, samples = self._team.decided(UNUSED, lambda _: self._unused()), self._work.samples
+        if ended is None:
+            self._state.pieces.check_groups()
+            if not self._team.decided(MAY_END, lambda _: self._may_end()):
                 return
             samples = self._close()
-            if self._averages_in_background:
+            if self._background.averages:
                 self._end_in_background(samples)
                 return
-            if are_several() and not (self._settings.in_background or self._settings.reuse_grad_buffers):
+            if self._background.may_lend and are_several():
                 self._end_in_background(samples, on_loan=True)
-                if self._ending is not None and not is_called_away(self._ending.result):
+                if self._ending is not None and not self._pilot.is_called_away(self._ending.result):
                     self.take_result(wait=True)
                 return
-            averaged = self._round.average(samples)
-        if averaged is not None and self._settings.delay_optimizer_step and not averaged.donors:
-            self._accumulation.restart()
-            self._end_in_background(samples, averaged)
-            self._count_from(averaged.tip)
-        elif averaged is not None:
-            if not averaged.donors:
-                self._step(averaged)
-            self._apply(averaged)
+            ended = self._average(samples)
+        if ended is None:
+            return
+        if self._background.steps and not ended.is_unlike:
+            self._work.reset()
+            self._end_in_background(samples, ended)
+            self._count_from(ended.tip)
+            return
+        if not ended.is_unlike:
+            self._step(ended)
+        self._apply(ended)
+
+    def _unused(self) -> Ended | None:
+        ended = self._pilot.unused(self._bring(0.0))
+        if ended is not None:
+            self._settle_round()
+        return ended
+
+    def _may_end(self) -> bool:
+        self._choose()  # first: it refuses options, and then nothing has changed
+        return not self._pilot.few_are_here()
+
+    def _choose(self) -> None:
+        """At rank 0: read this peer's options of the parameter groups, for the next round.
+
+        Raises:
+            ValueError: with the name of an option that has no plain value.
+        """
+        self._vote = self._state.options.own(self._state.tip.epoch)
 
     def _close(self) -> float:
-        """Bring what this peer has accumulated to the round. Returns the samples behind it."""
-        self._replica.take_over()
-        samples = self._accumulation.close()
-        self._round.take(self._accumulation.loss)
-        if self._averages_in_background:
-            self._accumulation.go_on()
+        """Bring what this rank has accumulated to the rounds of the epoch. Returns the samples of all ranks behind it;
+        0 if an element is not finite at some rank.
+
+        Raises:
+            Behind: if the others have ended the epoch, and rounds before the run's come too late.
+            ValueError: if gradients that are accumulated in `.grad` were cleared.
+        """
+        tip = self._state.tip
+        self._take_over()
+        if not self._team.decided(MAY_BEGIN, lambda _: self._rounds.may_begin(is_past=self._pilot.is_past(tip))):
+            raise Behind("the epoch has ended before this peer's gradients were averaged")
+        samples = self._rounds.brought
+        if not self._rounds.held:  # else a try before this one has begun them
+            samples = self._checked(self._work.samples, self._work.close())
+            self._rounds.begin(tip.epoch, samples)
+        self._team.at_first(lambda: self._state.take(self._pilot.rules))
+        if self._background.averages:
+            self._work.go_on()
         return samples
+
+    def _take_over(self) -> None:
+        """Continue from the model as the user has written it."""
+        self._state.take_over(whole=self._work.follows_model)
+        if not self._state.tip.epoch:
+            self._name_state()
+
+    def _name_state(self) -> None:
+        """Hash the parts of all ranks."""
+        self.digest = self._state.pieces.name(self._team.all(DIGESTS, self._state.state_digest))
+
+    def _checked(self, samples: float, is_finite: bool) -> float:
+        """The samples behind what this rank has taken. If it is not finite at some rank, all drop it."""
+        if all(self._team.all(FINITE, is_finite)):
+            return samples
+        self._work.drop()
+        what, then = self._work.called
+        if samples:
+            loudly = self._sparing.allows(what.encode(), time.monotonic())
+            self._team.at_first(lambda: self._pilot.tell_not_finite(what, then, loudly=loudly))
+        return 0.0
+
+    def _average(self, samples: float) -> Ended | None:
+        """Average with the other peers. Returns None if there was no round and this peer can't continue alone.
+
+        Raises:
+            Behind: if others have ended this epoch without this peer.
+            Rejected: if the run has other terms.
+        """
+        average = self._average_before() if self._rounds.precede else b""
+        return self._team.decided(ROUND, lambda _: self._join(samples, average))
+
+    def _average_before(self) -> bytes:
+        """Wait for the rounds before the run's, at all ranks. Returns the name of their averages."""
+        tip, mine = self._state.tip, b""
+        with self._team.ends(lambda: self._pilot.past(tip)) as ended, contextlib.suppress(Behind):
+            mine = self._rounds.average(self._settings.averaging_timeout, ended)
+        by_rank = self._team.all(NAMES, mine)
+        if not all(by_rank):
+            raise Behind("others have ended the epoch before the averages of this peer were there")
+        return self._rounds.name(by_rank)
+
+    def _bring(self, samples: float, average: bytes = b"") -> Brought:
+        """At rank 0: what this peer brings to the round of the run."""
+        state, shares = self._state, self._work.shares_state
+        return Brought(
+            samples,
+            state.tip,
+            average,
+            self.digest if shares else b"",
+            self._vote if shares else b"",
+            self._work.loss,
+            state.options.unknown_of,
+        )
+
+    def _join(self, samples: float, average: bytes) -> Ended | None:
+        """At rank 0: join the round of the run."""
+        ended = self._pilot.round(self._bring(samples, average), self._open)
+        if ended is not None:
+            self._settle_round()
+        return ended
+
+    def _settle_round(self) -> None:
+        outcome = self._pilot.averaged.outcome
+        if outcome is None:
+            self._rounds.use_local()
+        else:
+            self._rounds.settle(outcome)
+
+    def _open(self, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
+        """Make the exchange of a round: gradients, extra tensors and state, in the order of `Rules.vector`. Runs on the
+        reactor.
+
+        Raises:
+            RuleBroken: if BEGIN averages the state where that is not due, or has options that no step can have.
+        """
+        epoch, rules, state = begin.tip.epoch, self._pilot.rules, self._state
+        stepped = not rules.state_always and any(member.contributes for member in begin.members)
+        if stepped and (misfit := state.options.misfit(begin.options)):
+            raise RuleBroken(f"the round's step needs options that this peer's parameter groups can't have: {misfit}")
+        if begin.with_state and not rules.may_average_state(epoch):
+            raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
+        parts: list[Vector] = [*self._rounds.vectors(epoch), *state.vectors(begin, rules)]
+        return exchange_of(parts, self._pilot.me, begin, send, fault)
+
+    @torch.no_grad()
+    def _step(self, ended: Ended) -> None:
+        """Step the state with the averages; with local updates, take over the averaged state instead."""
+        began = time.perf_counter()
+        if not ended.used:
+            self._work.remember()
+        norm = self._norm()
+        factor = 1.0 if norm is None else factor_of(norm, self._settings.max_grad_norm or 0.0)
+        self._rounds.used()
+        result = Result(ended.tip, ended.options, ended.loss, ended.with_state, norm, factor)
+        self._work.step(self._state, result)
+        self._step_seconds = time.perf_counter() - began
+        self._name_state()
+        self._team.at_first(lambda: self._pilot.state_changed())
+
+    def _norm(self) -> float | None:
+        """The norm of the averages of all ranks; None if it is not limited. In the order of the parts, so that all
+        peers get the same bits."""
+        if self._settings.max_grad_norm is None:
+            return None
+        norms = in_order(self._state.pieces.carriers, self._team.all(NORMS, self._work.norms()))
+        return norms[0] if len(norms) == 1 else float(sum(norm**2 for norm in norms)) ** 0.5
+
+    def _apply(self, ended: Ended, *, is_accumulating: bool = False) -> None:
+        """Continue from the state after the step. With `is_accumulating`, this rank already accumulates for the next
+        epoch."""
+        if ended.is_unlike:
+            self._work.abandon(used=ended.used)
+            if self._team.decided(RESTS, lambda _: self._pilot.hidden.rests(time.monotonic())):
+                self._leave_round()
+            else:
+                self._synchronise(self._team.at_first(lambda: self._pilot.averaged.donors))
+            return
+        self._team.at_first(lambda: self._state.put(self._pilot.rules, ended.tip, is_averaged=not ended.is_alone))
+        self._work.apply(used=ended.used, is_accumulating=is_accumulating)
+        self.applied = ended.tip
+        self._count_from(ended.tip)
+        self._team.at_first(self._tell_end)
+
+    def _tell_end(self) -> None:
+        self._look_at_state()
+        state = self._state
+        self._pilot.ended(
+            self.digest,
+            whole=state.is_averaged_whole,
+            step_seconds=self._step_seconds,
+            norm=state.grad_norm,
+            cost=self._rounds.cost,
+        )
+
+    def _look_at_state(self) -> None:
+        """Tell once if something in this peer's state can't be sent to newcomers."""
+        if not self._told_of_state and (what := self._state.why_it_cannot_travel()):
+            self._told_of_state = True
+            fields = self._pilot.run.faults.add(FaultKind.STATE, what)
+            log.warning(
+                "newcomers can't join this run: %s, which they can't be sent. %s", what, AS_OBJECT, extra=fields
+            )
+
+    def _count_from(self, tip: Tip) -> None:
+        """From now on, accumulate for the epoch that begins with the state `tip`."""
+        if self._counted_from != tip:
+            self._counted_from = tip
+            self._work.begin(tip.epoch)
+            self._team.at_first(lambda: self._pilot.count_from(tip))
+
+    # -- in the background, in a process alone
 
     @property
     def may_close(self) -> bool:
         """Whether the round of this epoch is called, and nothing keeps this peer from it."""
-        swarm, is_accumulating = self._run.swarm, self.state is EpochState.ACCUMULATING
-        is_called = swarm.called and swarm.tip == self._replica.tip == self._counted_from
-        rests = self._rests or self._replica.is_in_eval
-        return is_accumulating and is_called and not self.is_behind and not rests and self._forks.due() is None
+        if self.state is not EpochState.ACCUMULATING or self._state.is_in_eval:
+            return False
+        return self._pilot.may_close(self._standing(), self._counted_from)
 
     @property
     def needs_trainer(self) -> bool:
         """Whether a round is called which this peer can't join before the trainer's thread has applied the last one."""
         ending = self._ending
         is_over = ending is not None and (ending.tip.done() or ending.result.done())
-        return is_over and self._run.swarm.called
+        return is_over and self._pilot.run.swarm.called
 
     def on_own_thread(self, act: Callable[[], None]) -> None:
         """Let the background thread do this, unless the optimizer is shut down."""
@@ -386,50 +654,38 @@ class Epoch:
         if not self.may_close:
             return
         try:
-            self._replica.placement.check_groups()
-            self._round.vote()
-            if not self._round.are_enough_here():
+            self._state.pieces.check_groups()
+            self._choose()
+            if not self._pilot.are_enough_here():
                 return
             samples = self._close()
         except Exception as error:  # noqa: BLE001 (the trainer hears of it)
-            failed: Future[Averaged | None] = Future()
+            failed: Future[Ended | None] = Future()
             failed.set_exception(error)
             self._ending, self.state = _Ending(Future(), failed, True), EpochState.AVERAGING
         else:
-            self._end_in_background(samples, on_loan=not self._averages_in_background)
+            self._end_in_background(samples, on_loan=not self._background.averages)
 
-    def _end_in_background(self, samples: float, averaged: Averaged | None = None, *, on_loan: bool = False) -> None:
-        """Average and step on the background thread. If `averaged` is given, only step.
+    def _end_in_background(self, samples: float, ended: Ended | None = None, *, on_loan: bool = False) -> None:
+        """Average and step on the background thread. If `ended` is given, only step.
 
         Args:
             samples: what this peer has brought.
-            averaged: the result of the round.
+            ended: the result of the round.
             on_loan: see `_Ending`.
         """
         tip: Future[Tip] = Future()
 
-        def end() -> Averaged | None:
-            result = self._round.average(samples) if averaged is None else averaged
-            if result is not None and not result.donors:
+        def end() -> Ended | None:
+            result = self._average(samples) if ended is None else ended
+            if result is not None and not result.is_unlike:
                 tip.set_result(result.tip)
-                if self._steps_in_background:
+                if self._background.steps:
                     self._step(result)
             return result
 
         self._brought, self._ending = samples, _Ending(tip, self._thread.submit(end), on_loan)
-        self.state = EpochState.AVERAGING if averaged is None else EpochState.STEPPING
-
-    @torch.no_grad()
-    def _step(self, averaged: Averaged) -> None:
-        """Make the wrapped optimizer's step with the averaged gradients. With local updates, take over the averaged
-        state instead."""
-        as_grad, began = None if self._gradients is None else self._gradients.as_grad, time.perf_counter()
-        if self._drift is not None and not averaged.used(self._run.me):
-            self._drift.remember()
-        loss = averaged.loss if self._drift is None else None
-        self._replica.step(as_grad, averaged.tip, averaged.options, with_state=averaged.with_state, loss=loss)
-        self._step_seconds = time.perf_counter() - began
-        self._run.tell_state_changed()
+        self.state = EpochState.AVERAGING if ended is None else EpochState.STEPPING
 
     def wait(self) -> None:
         """Wait until the background thread is done, and leave its result where it is."""
@@ -454,33 +710,32 @@ class Epoch:
         if ending is None:
             return
         on_loan = ending.on_loan and self.state is not EpochState.CLOSED
-        if not (ending.result.done() and self._result_is_due) and not (wait or on_loan):
+        if not (ending.result.done() and self._work.result_is_due) and not (wait or on_loan):
             return
         if self.state is EpochState.CLOSED:
             self._apply_last()
             return
         try:
-            with self._tracker.paused():
-                averaged = self._result()
+            with self._paused():
+                ended = self._result()
         except Behind:
-            if self._drift is not None:
-                self._drift.take_back()
+            self._work.take_back()
             raise
-        if averaged is not None:
-            if not self._steps_in_background and not averaged.donors:
+        if ended is not None:
+            if not self._background.steps and not ended.is_unlike:
                 if on_loan:
-                    self._replica.take_over()  # what the user has written since the epoch was closed
-                self._step(averaged)  # in this thread, because it changes the parameters that the trainer uses
-            self._apply(averaged, is_accumulating=not on_loan)
+                    self._take_over()  # what the user has written since the epoch was closed
+                self._step(ended)  # in this thread, because it changes the parameters that the trainer uses
+            self._apply(ended, is_accumulating=not on_loan)
 
-    def _result(self) -> Averaged | None:
+    def _result(self) -> Ended | None:
         """Wait for the result of the background thread. It is None if the thread found no average, or if another thread
         shuts the optimizer down and has taken the result."""
         ending = self._ending
         if ending is None:
             return None
         result = ending.result
-        wait_for(result)
+        self._pilot.wait(result)
         if self._ending is not ending:
             return None  # a signal handler that ran meanwhile has taken it, by a call of its own
         error = result.exception()
@@ -491,56 +746,10 @@ class Epoch:
             self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
         return result.result()
 
-    def _apply(self, averaged: Averaged, *, is_accumulating: bool = False) -> None:
-        """Continue from the state after the step. With `is_accumulating`, this peer already accumulates for the next
-        epoch."""
-        used = averaged.used(self._run.me)
-        if averaged.donors:
-            if self._drift is not None and used:
-                self._accumulation.restart()  # the others' state has this peer's drift; this peer downloads that state
-                self._replica.publish()
-            if self._round.hidden.rests(time.monotonic()):
-                self._leave_round()
-            else:
-                self._synchronise(averaged.donors)
-            return
-        self._round.put(averaged)
-        if averaged.with_state:
-            self._round.machine.has_averaged_state(averaged.tip.epoch, whole=self._replica.is_averaged_whole)
-        self._accumulation.apply(used=used, is_accumulating=is_accumulating)
-        outcome = averaged.outcome
-        members = [] if outcome is None else outcome.begin.members
-        self._made_with = frozenset(member.key for member in members) - {self._run.me}
-        self.applied = averaged.tip
-        self._count_from(averaged.tip)
-        self._look_at_state()
-        if outcome is not None:
-            epoch, digest, waiting = self._replica.tip.epoch, self._replica.state_digest, self._tracker.take_waited()
-            before = self._gradients.moved if isinstance(self._gradients, StrandRounds) else None
-            stepping, norm = self._step_seconds, self._replica.grad_norm
-            self._tell(report_of(outcome, epoch, digest, waiting=waiting, stepping=stepping, norm=norm, before=before))
-
-    def _look_at_state(self) -> None:
-        """Tell once if something in this peer's state can't be sent to newcomers."""
-        if not self._told_of_state and (what := self._replica.why_it_cannot_travel()):
-            self._told_of_state = True
-            fields = self._run.faults.add(FaultKind.STATE, what)
-            log.warning(
-                "newcomers can't join this run: %s, which they can't be sent. %s", what, AS_OBJECT, extra=fields
-            )
-
-    def _count_from(self, tip: Tip) -> None:
-        """From now on, accumulate for the epoch that begins with the state `tip`."""
-        if self._counted_from != tip:
-            self._counted_from = tip
-            if self._drift is not None:
-                self._drift.begin(tip.epoch)
-            self._tracker.start_epoch(tip)
-
     def close(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the background thread, and apply its step. If the step takes longer, a
         later call of `state_dict` waits for the step and applies it."""
-        self._accumulation.stop()
+        self._rounds.stop()
         ending = self._ending  # the trainer may be waiting for it, too
         if ending is not None:
             finished(ending.result, timeout)
@@ -550,31 +759,30 @@ class Epoch:
 
     def _apply_last(self) -> None:
         """Apply the result of a background thread that was at work when the optimizer was shut down."""
-        averaged: Averaged | None = None
+        ended: Ended | None = None
         on_loan = self._ending is not None and self._ending.on_loan
         try:
-            averaged = self._result()
+            ended = self._result()
         except AveragingError as error:
             log.info("the end of an epoch was given up: %s", error)
-        if averaged is not None and on_loan and not self._steps_in_background and not averaged.donors:
-            self._step(averaged)
-        if self._drift is None:
-            self._replica.publish()
-        elif averaged is not None and not averaged.donors:
-            self._accumulation.apply(used=averaged.used(self._run.me), is_accumulating=True)
-        self.applied = self._replica.tip
+        if ended is not None and on_loan and not self._background.steps and not ended.is_unlike:
+            self._step(ended)
+        self._work.apply_last(used=None if ended is None or ended.is_unlike else ended.used)
+        self.applied = self._state.tip
 
     # -- this peer's state, for newcomers
 
     def donor(self, service: str) -> StateDonor:
         """Make the donor that serves this peer's state to newcomers, under the name `service`."""
-        node, allow = self._run.dht.node, self._settings.averager_opts.get("allow_state_sharing", True)
-        gate, replica = self._run.swarm.gate, self._replica
-        asked = self._run.swarm.keep_redo_log
-        return StateDonor(node, service, self.take_snapshot, lambda: replica.tip, allow, gate, self._offered, asked)
+        run, state = self._pilot.run, self._state
+        allow = self._settings.averager_opts.get("allow_state_sharing", True)
+        asked, gate = run.swarm.keep_redo_log, run.swarm.gate
+        return StateDonor(
+            run.dht.node, service, self.take_snapshot, lambda: state.tip, allow, gate, self._offered, asked
+        )
 
     def _offered(self) -> Offer:
-        return Offer(self.priority(), self._replica.line.to_wire())
+        return Offer(self.priority(), self._state.line.to_wire())
 
     def priority(self) -> float:
         """The priority of this peer's state among the states that newcomers are offered. An outranked one comes
@@ -587,16 +795,17 @@ class Epoch:
         Raises:
             Refused: if the state can't be sent.
         """
+        run, state = self._pilot.run, self._state
         # A newcomer waits until this peer has applied the last commit, but not forever: the trainer may have stopped.
-        await until(lambda: self._replica.tip == self._run.swarm.tip, self._run.state_changed, APPLY_SECONDS)
+        await until(lambda: state.tip == run.swarm.tip, run.state_changed, APPLY_SECONDS)
         try:
-            return await for_newcomer(self._replica.copy_for_newcomer)
+            return await for_newcomer(state.copy_for_newcomer)
         except Rewritten as why:
             log.info("a newcomer waits for this peer's state: %s", why)
-            tip = self._replica.tip
-            await until(lambda: self._replica.tip != tip, self._run.state_changed, APPLY_SECONDS)
+            tip = state.tip
+            await until(lambda: state.tip != tip, run.state_changed, APPLY_SECONDS)
         # Perhaps no step follows, because the trainer evaluates, or ends here. The newcomer may be at its last epoch.
-        return await for_newcomer(lambda: self._replica.copy_for_newcomer(rewritten=True))
+        return await for_newcomer(lambda: state.copy_for_newcomer(rewritten=True))
 
     # -- another state, for this peer
 
@@ -604,21 +813,51 @@ class Epoch:
         """Wait for the background, and apply its result. A checkpoint that was loaded into the model alone is refused,
         because the result belongs to the model before."""
         if self.is_busy:
-            self._replica.refuse_load()
+            self._work.refuse_load()
         self.take_result(wait=True)
 
     def end(self) -> None:
         """Apply the last result. A model that was loaded meanwhile, to evaluate it for example, stays."""
-        with self._replica.keeping_model(self.is_busy and self._replica.was_loaded):
+        with self._state.keeping_model(self.is_busy and self._work.was_loaded):
             self.take_result(wait=True)
+
+    def to_mode(self, mode: Mode) -> None:
+        """Call the wrapped optimizer's own `train` or `eval`, see `EvalMode`.
+
+        Raises:
+            RuntimeError: as `Work.refuse_load`.
+        """
+        self.settle()
+        before = self._state.tip
+        self._to_mode(mode)
+        if self._state.tip != before:
+            self.continue_from(lambda: None)
+
+    def _to_mode(self, mode: Mode) -> None:
+        self._work.refuse_load()
+        if not self._state.is_in_eval:
+            self._take_over()
+        self._state.to_mode(mode, self._work.of_wrapped)
+
+    @contextlib.contextmanager
+    def in_train_mode(self) -> Iterator[None]:
+        """Within, the wrapped optimizer is in train mode. Afterwards it is in the mode in which it was."""
+        was_in_eval = self._state.is_in_eval
+        if was_in_eval:
+            self._to_mode("train")
+        try:
+            yield
+        finally:
+            if was_in_eval:
+                self._to_mode("eval")
 
     def state_dict(self) -> dict[str, Any]:
         """See `Optimizer`."""
         self.settle()
-        if self._drift is not None and self._replica.is_at_start and self.state is not EpochState.CLOSED:
-            self._replica.take_over()  # the model is the anchor that is saved
-        state = self._replica.state_dict()
-        state["shoal"]["grad_averager"] = self._accumulation.averager_state()
+        if self._work.is_at_start and self.state is not EpochState.CLOSED:
+            self._take_over()  # the model is the anchor that is saved
+        state = self._state.state_dict()
+        state["shoal"] |= self._work.saved() | {"grad_averager": self._rounds.carried()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -626,28 +865,38 @@ class Epoch:
 
         def load() -> None:
             if self.state is not EpochState.CLOSED:
-                given = state_dict.get("shoal", {}).get("grad_averager", {})
-                self._accumulation.load_averager_state(given)
-            self._replica.load_state_dict(state_dict)
+                self._load_carried(state_dict.get("shoal", {}).get("grad_averager", {}))
+            self._state.load_state_dict(state_dict, self._work.load_saved)
+            self._work.settle_load()
 
-        with self._replica.keeping_model(self.is_busy):  # it was loaded before, and a step may be under way
+        with self._state.keeping_model(self.is_busy):  # it was loaded before, and a step may be under way
             self.take_result(wait=True)
         self.continue_from(load)
+
+    def _load_carried(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._rounds.load_carried(state)
+        except ValueError as error:
+            raise ValueError(
+                f"the state dict was saved with another grad_averager_factory: {error}; to go on without what that "
+                'averager kept, remove state_dict["shoal"]["grad_averager"]'
+            ) from error
 
     def continue_from(self, load: Callable[[], None]) -> None:
         """Continue from another state, which `load` sets."""
         self.take_result(wait=True)
         if self.state is EpochState.CLOSED:
             load()
-            self.applied = self._replica.tip
+            self.applied = self._state.tip
             return
-        self._accumulation.leave()
+        self._rounds.leave()
         with unbroken():
             load()
-            if not self._run.swarm.believes(self._replica.tip):  # its pin is of another run
-                self._replica.tip = replace(self._replica.tip, pin=0)
-            self._run.follow(self._replica.tip)
-            self._restart(self._replica.tip, keeps_drift=self._drift is not None)
+            tip = self._team.decided(LOADS, lambda _: self._pilot.believed(self._state.tip))
+            if tip is not None and tip != self._state.tip:
+                self._state.tip = tip
+            self._team.at_first(lambda: self._pilot.follow(self._state.tip))
+            self._restart(keeps=True)
 
     def load_state(self, timeout: float) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -662,39 +911,37 @@ class Epoch:
             AveragingError: if nobody could send the state.
             Rejected: if the state does not fit.
         """
-        with self._replica.keeping_model(self.is_busy and self._replica.was_loaded):
+        with self._state.keeping_model(self.is_busy and self._work.was_loaded):
             self.take_result(wait=True)
-        donors = self._run.donors()
+        donors = self._team.at_first(lambda: self._pilot.donors())
         try:
-            return bool(donors) and self._download(donors, timeout, to_join=False)
+            return self._team.decided(MAY_LOAD, lambda _: bool(donors)) and self._download(donors, timeout, to_join=False)
         except DownloadFailed as error:
-            if self._run.donors() or isinstance(error, NoMemoryForState):
+            lacks_memory = isinstance(error, NoMemoryForState)
+            if self._team.decided(MAY_LOAD, lambda _: bool(self._pilot.donors()) or lacks_memory):
                 raise
             return False  # all peers that were asked have left meanwhile
 
     def _replay(self) -> None:
-        """End the epochs that others have ended, one after another, each like an epoch whose round was missed. This
-        stops where nobody brings the next round, as after a download that has begun long ago."""
-        swarm, first = self._run.swarm, self._replica.tip
+        """End the epochs that others have ended, one after another, each like an epoch whose round was missed."""
+        first = self._state.tip
         try:
-            while self.is_behind and swarm.tip == (before := self._replica.tip):
-                if not self._run.learn_of_round():
-                    break
-                if self._has_failed:
+            while self._team.decided(REPLAY, lambda _: self._pilot.replays(self._standing())):
+                before = self._state.tip
+                if self.state is EpochState.FAILED:
                     self.state = EpochState.ACCUMULATING
-                    if self._drift is not None:
-                        self._drift.take_back()
-                with self._tracker.paused():
+                    self._work.take_back()
+                with self._paused():
                     self._end_epoch()
                 self._take_result(wait=True)
-                if self._replica.tip == before:
+                if self._state.tip == before:
                     break
-                self._follow_pin()
+                self._where_to()  # the others may have followed a pin
         except Behind as error:
             log.info("%s", error)
-        if self._replica.tip != first:
+        if self._state.tip != first:
             # As after a download: the schedulers of frameworks have not stepped this peer's options.
-            self._replica.options.adopt(self._round.last_options)
+            self._state.options.adopt(self._pilot.last_options)
 
     def _synchronise(self, donors: Sequence[PeerID] = ()) -> None:
         """Replay the rounds that this peer lacks, or download the state. If that fails, keep this peer's own, and try
@@ -703,182 +950,156 @@ class Epoch:
         Raises:
             Rejected: if the state does not fit this peer, and this peer is a newcomer.
         """
-        timeout, began = self._settings.load_state_timeout, time.monotonic()
-        mine = self._replica.tip
-        self._follow_pin()
-        # The first round of a run is not replayed: each peer may have begun with parameters of its own.
-        can_replay = self._run.swarm.can_replay and not self._round.hidden.is_suspected
-        if not donors and mine.epoch and can_replay and self.is_behind:
-            with self._run.loading():
-                self._run.begin_replay()
+        began, mine = time.monotonic(), self._state.tip
+        self._team.at_first(lambda: self._where_to())
+        if self._team.decided(REPLAY, lambda _: not donors and self._pilot.may_replay(self._standing())):
+            with self._pilot.replaying():
                 self._replay()
-        if not donors and self._replica.tip != mine and not self.is_behind:
-            return  # the others had followed the pin already
-        donors = donors or self._run.donors()
+        tip = self._team.decided(LOADS, lambda _: None if self._has_arrived(mine, donors) else self._state.tip)
+        if tip is None:
+            return
+        if tip != self._state.tip:
+            self._name(tip)
+        donors = self._team.at_first(lambda: donors or self._pilot.donors())
+        failed: AveragingError | None = None
         try:
-            if donors and self._download(donors, timeout, to_join=True):
+            has_donors = self._team.decided(MAY_LOAD, lambda _: bool(donors))
+            if has_donors and self._download(donors, self._settings.load_state_timeout, to_join=True):
                 return
         except AveragingError as error:
-            if isinstance(error, Rejected) and not self._run.swarm.made:
-                raise
-            self._pause(began, error)
-        else:
-            self._pause(began)
-
-    def _pause(self, began: float, error: AveragingError | None = None) -> None:
-        """A download that began at `began` has brought no state. Do not try again for a while."""
-        swarm, tip, cost = self._run.swarm, self._replica.tip, time.monotonic() - began
-        self._run.ask_where_they_are(self._run.donors())  # others may be at this peer's state, and count on it
-        if error is not None and swarm.tip != tip:
+            failed = error
+        if self._team.decided(PAUSE, lambda _: self._pause(began, failed)):
             self._leave_round()
-        if isinstance(error, DoesNotFit):
-            room_in = min(error.again, LONGEST_REST)
-            seconds = self._run.call(lambda: swarm.wait_for_room(room_in))
-        else:
-            seconds = self._run.call(lambda: swarm.forget_behind(cost))
-        if error is None:
-            return
-        what = "it brings no samples" if swarm.rests(tip) else "it goes on training with those that hold the same one"
-        when = f"in {seconds:.0f} s" if math.isfinite(seconds) else "when others offer one"
-        log.warning(
-            "could not download the state that others hold: %s. This peer keeps its own; %s, and tries again %s",
-            error, what, when, extra=self._run.faults.add(FaultKind.DOWNLOAD, str(error)),
-        )  # fmt: skip
+
+    def _has_arrived(self, before: Tip, donors: Sequence[PeerID]) -> bool:
+        """At rank 0: whether this peer is where the others are, because it has replayed, or followed their pin."""
+        return not donors and self._state.tip != before and not self.is_behind
+
+    def _pause(self, began: float, error: AveragingError | None) -> bool:
+        """At rank 0: a download has brought no state."""
+        if isinstance(error, Rejected) and not self._pilot.is_made:
+            raise error
+        return self._pilot.pause(self._state.tip, began, error)
 
     def _leave_round(self) -> None:
         """Stay at this peer's own state: it does not follow the members of the last round, which must not wait."""
-        self._accumulation.leave()
-        self._run.follow(self._replica.tip)
+        self._rounds.leave()
+        self._team.at_first(lambda: self._pilot.follow(self._state.tip))
 
     def _download(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> bool:
-        """Set the replica to the state that most of the donors hold, among the states that are not behind this peer's,
-        and follow the run from there. Returns whether there was such a state. If it raises, nothing has changed.
+        """Set the state to the one that most of the donors hold, among those that are not behind this peer's, and
+        follow the run from there. Returns whether there was such a state. If it raises, nothing has changed.
 
         Args:
             donors, timeout: as `load_state`.
             to_join: give up a state that comes too late to take part in the run's rounds.
         """
-        with self._run.loading():
+        with contextlib.ExitStack() as loading:
+            self._team.at_first(lambda: loading.enter_context(self._pilot.run.loading()))
             return self._load_from(donors, timeout, to_join=to_join)
 
     def _load_from(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> bool:
-        self._accumulation.leave()
-        mine, is_behind, swarm, pin = self._replica.tip, self.is_behind, self._run.swarm, self._forks.due()
-        # If somebody holds the state that the owner has pinned, this peer takes no other state.
-        least = pin.number if pin is not None and is_behind and swarm.behind_pin >= pin.number else mine.pin
-
-        def wanted(tip: Tip) -> bool:
-            if tip.pin < least or not swarm.believes(tip):
-                return False
-            return tip.outranks(mine) if is_behind else not mine.outranks(tip)
-
+        self._rounds.leave()
+        mine = self._state.tip
         try:
-            state = self._fetch(donors, timeout, wanted, to_join=to_join)
+            state = self._fetch(donors, timeout, to_join=to_join)
         except NothingWanted as error:
             log.info("%s", error)
             return False
-        tip = state.manifest.tip
-        givers = frozenset(donor.key for donor in state.chunks_from)
-        # The drift of this peer's inner steps is kept on the new state, unless that state has it already, or the owner
-        # has pinned another line of states.
-        drift, is_in_theirs = self._drift, self._round.may_be_in(mine)
-        can_keep = tip.pin == mine.pin and not self._replica.was_loaded
-        may_keep = drift is not None and can_keep and (drift.has_moved or is_in_theirs)
-        try:
-            load = self._replica.make_ready(state, keeps_drift=may_keep)
-        except ValueError as error:
-            raise Rejected(f"the run's state does not fit this peer: {error}") from error
-        fork = self._forks.leave(tip, state.line, self._made_with, givers)
+        tip, work = state.manifest.tip, self._work
+        # What this peer has done in inner steps is kept on the new state, unless that state has it already, or the
+        # owner has pinned another line of states.
+        keeps = self._team.decided(KEEPS, lambda _: Keeps(self._pilot.may_be_in(mine), tip.pin == mine.pin))
+        can_be_kept = keeps.can_be_kept and not work.was_loaded
+        load, kept = self._make_ready(state, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
+        givers = [donor.key for donor in state.chunks_from]
+        fork = self._team.at_first(lambda: self._pilot.leave(mine, tip, state.line, givers, self._keep))
         with unbroken():
-            if drift is not None and is_in_theirs:
-                self._accumulation.apply(used=True, is_accumulating=True)
-            keeps = drift is not None and can_keep and drift.has_moved
-            load(keeps)
-            self._run.follow(tip)
-            self._round.hidden.has_loaded(whole=self._replica.was_taken_whole and not state.lossy)
-            self._run.ask_where_they_are(state.chunks_from)  # unless they have waited, they are at a later state by now
-            if state.lossy:
-                self._round.machine.has_lossy_state(tip.epoch)
-            digest = self._replica.state_digest.hex()
-            was_made_apart, self._made_with = self._made_with.isdisjoint(givers), givers
-            self._restart(tip, keeps_drift=keeps)
-        if fork is not None:
-            self._forks.left(fork)
-        elif mine.epoch and was_made_apart and not tip.is_state_of(mine):
-            self._forks.caught_up(mine, tip, givers)
-        self._tell(DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), digest))
+            if keeps.is_in_theirs:
+                work.use_theirs()
+            is_kept = can_be_kept and work.has_moved
+            if is_kept:
+                work.remember(kept)
+            self._load(load)
+            apart = self._team.at_first(lambda: self._arrived(state))
+            self._restart(keeps=is_kept)
+        report = DownloadReport(tip.epoch, state.seconds, state.nbytes, len(state.chunks_from), self.digest.hex())
+        self._team.at_first(lambda: self._pilot.tell_arrival(mine, report, tip, fork, givers, apart=apart))
         return True
 
-    def _fetch(
-        self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], *, to_join: bool
-    ) -> Downloaded:
+    def _arrived(self, state: Downloaded) -> bool:
+        whole = self._state.was_taken_whole
+        return self._pilot.arrived(state.manifest.tip, list(state.chunks_from), whole=whole, lossy=state.lossy)
+
+    def _load(self, load: Callable[[], None]) -> None:
+        """Take over another state, which was made ready."""
+        load()
+        self._work.publish()
+        self._work.settle_load()
+        self._name_state()
+
+    def _keep(self) -> str:
+        return self._state.keep()
+
+    def _make_ready(self, state: Downloaded, *, copies: bool) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Prepare to take over a state at all ranks. If one can't, none does.
+
+        Args:
+            state: the state.
+            copies: whether to copy what is needed to keep this rank's contribution.
+
+        Returns:
+            A function that takes it over, and the copy.
+
+        Raises:
+            Rejected: if it does not fit.
+            NoMemoryForState: if a rank has no memory for it.
+        """
+        load: Callable[[], None] = lambda: None  # noqa: E731
+        kept: Sequence[torch.Tensor] = []
+        ready, cause = Fetched(), None
+        try:
+            load = self._state.make_ready(state)
+            if copies:
+                with memory_for("the drift that this peer would keep", NoMemoryForState):
+                    kept = self._work.copy_to_keep()
+        except (ValueError, NoMemoryForState) as error:
+            ready, cause = Fetched(str(error), isinstance(error, NoMemoryForState)), error
+        for rank, each in enumerate(self._team.all(READY, ready)):
+            if each.lacks_memory:
+                raise NoMemoryForState(self._team.said(rank, each.why)) from cause
+            if each.why:
+                raise Rejected(f"the run's state does not fit this peer: {self._team.said(rank, each.why)}") from cause
+        return load, kept
+
+    def _fetch(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> Downloaded:
         """Download a state from the donors.
 
         Raises:
+            NothingWanted: if no donor's state would do.
             DownloadFailed: if no donor could send it.
             DoesNotFit: with `to_join`, if it comes too late.
         """
-        if not isinstance(self._replica, StrandReplica):
-            return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, to_join=to_join)
-        swarm = self._run.swarm
-        return self._replica.download(donors, timeout, wanted, None if swarm.loading is None else swarm.reserve)
+        wanted = self._pilot.wanted(self._standing())
+        return self._pilot.run.download(donors, timeout, self._state.max_nbytes, wanted, to_join=to_join)
 
-    # -- what the owner has pinned
+    # -- a state that this peer has kept
 
-    def _follow_pin(self) -> bool:
-        """Follow the newest pin of the run's owner, as far as this peer can without a download.
-
-        Returns:
-            Whether this peer may continue. A newcomer may begin only from the pinned state or its descendants.
-        """
-        if self._forks.due() is not None and self.is_busy:
-            self.take_result(wait=True)
-        pin = self._forks.due()
-        if pin is None:
-            return True
-        if self._forks.follows_from(pin):
-            tip = replace(self._replica.tip, pin=pin.number)
-            log.info(
-                "the owner has pinned %s (pin %d): this peer's state %s leads on from it", pin.tip, pin.number, tip
-            )
-            self._replica.tip = self.applied = tip
-            self._run.follow(tip)
-            self._count_from(tip)
-            return True
-        if self._return_to_kept(pin):
-            return True
-        is_new = self._replica.tip.epoch == 0 < pin.epoch
-        if is_new:
-            self._run.wait_for_pin(pin.number, self._settings.matchmaking_time)
-        if self._run.swarm.behind_pin >= pin.number:
-            return True  # this peer is behind, and downloads the pinned state
-        if self._told_pin != pin.number:
-            self._told_pin = pin.number
-            log.warning(
-                "the owner has pinned %s (pin %d), and nobody in reach holds that state or one that leads on from it: "
-                "this peer %s until somebody does",
-                pin.tip, pin.number, "waits" if is_new else "goes on from its own",
-            )  # fmt: skip
-        return not is_new
-
-    def _return_to_kept(self, pin: Pin) -> bool:
+    def _recall(self, pin: Pin) -> bool:
         """Continue from the state that this peer has kept, if `pin` allows it. Returns whether it did."""
         if time.monotonic() < self._kept_again_at:
             return False
         try:
-            kept = self._forks.kept(pin)
+            kept = self._state.keeper.find(pin)
             if kept is not None:
-                self._continue_from(kept, pin.number)
+                self._continue_from_kept(kept, pin.number)
         except NoMemoryForState as error:
-            self._told_pin, self._kept_again_at = pin.number, time.monotonic() + KEPT_AGAIN_SECONDS
-            log.warning(
-                "the owner has pinned %s (pin %d), and this peer can't continue from the state that it had left: %s; "
-                "it tries again in %g s", pin.tip, pin.number, error, KEPT_AGAIN_SECONDS,
-            )  # fmt: skip
+            self._kept_again_at = time.monotonic() + KEPT_AGAIN_SECONDS
+            self._pilot.could_not_recall(pin, error, KEPT_AGAIN_SECONDS)
             return False
         return kept is not None
 
-    def _continue_from(self, kept: Kept, pin: int) -> None:
+    def _continue_from_kept(self, kept: Kept, pin: int) -> None:
         """Continue from a state that a peer has left and kept.
 
         Args:
@@ -891,42 +1112,61 @@ class Epoch:
         """
         state = kept.as_downloaded(pin)
         tip = state.manifest.tip
-        load = self._replica.make_ready(state)
-        fork = self._forks.leave(tip, state.line, self._made_with, [])
-        self._accumulation.leave()
+        load = self._state.make_ready(state)
+        fork = self._pilot.leave(self._state.tip, tip, state.line, [], self._keep)
+        self._rounds.leave()
         with unbroken():
-            load(False)  # with an outer optimizer, the model becomes the anchor
-            self._run.follow(tip)
-            self._made_with = frozenset()
-            self._restart(tip)
+            self._load(load)  # with an outer optimizer, the model becomes the anchor
+            self._pilot.recalled(tip)
+            self._restart()
         log.warning("this peer continues from the state that it had left: epoch %d, tip %s", tip.epoch, tip)
         if fork is not None:
-            self._forks.left(fork)
+            self._pilot.forks.left(fork)
 
     def load_kept(self, path: str | os.PathLike[str] | None) -> None:
         """See `Optimizer.load_kept_state`."""
         self.take_result(wait=True)
-        kept = self._forks.in_memory if path is None else read_kept(path)
+        kept = self._state.keeper.in_memory if path is None else read_kept(path)
         if kept is None:
             raise ValueError("this peer has kept no state in its memory: give the file")
-        tip = kept.snapshot.tip
-        self._continue_from(kept, tip.pin if self._run.swarm.believes(tip) else 0)
+        self._continue_from_kept(kept, self._pilot.believed(kept.snapshot.tip).pin)
 
-    def _restart(self, tip: Tip, *, keeps_drift: bool = False) -> None:
-        """Begin an epoch from a state that is not the result of the last round."""
-        self._run.tell_state_changed()
+    def _restart(self, *, keeps: bool = False) -> None:
+        """Begin an epoch from a state that is not the result of the last round.
+
+        Args:
+            keeps: whether what this rank has done in inner steps stays.
+        """
+        tip = self._state.tip
+        self._team.at_first(lambda: self._pilot.state_changed())
         if self.state is EpochState.FAILED:
             self.state = EpochState.ACCUMULATING
-        if self._drift is not None and keeps_drift:
-            self._drift.take_back()
-        else:
-            self._accumulation.restart()
+        self._work.restart(keeps=keeps)
         self.applied = self._counted_from = tip
-        if self._drift is not None:
-            self._drift.begin(tip.epoch)
-        self._accumulation.enter()
-        self._tracker.start_epoch(tip)
-        self._tracker.restart_clock()
+        self._work.begin(tip.epoch)
+        self._enter()
+        self._team.at_first(lambda: self._pilot.begin_again(tip))
+
+    # -- an auxiliary peer
+
+    def assist(self) -> None:
+        """Make the step of an auxiliary peer, which trains nothing and holds no state. It helps in the next round, if
+        one is called within `matchmaking_time`.
+
+        Raises:
+            Rejected: if the run has other terms.
+        """
+        tip = self._pilot.catch_up()
+        if tip is not None:
+            self._move(tip)
+            tip = self._pilot.assist(self._open)
+        if tip is not None:
+            self._move(tip)
+            self._pilot.tell_round(self.digest)
+
+    def _move(self, tip: Tip) -> None:
+        self.applied = self._state.tip = tip
+        self._count_from(tip)
 
 
 def _tell_failure(done: Future[None]) -> None:

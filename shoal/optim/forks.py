@@ -1,4 +1,4 @@
-"""Handles forks of the run, and pins of its owner. No state that a peer leaves is thrown away."""
+"""Reports forks of the run, and knows the pins of its owner. No state that a peer leaves is thrown away."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from shoal.flat.allocation import memory_for
 from shoal.membership.pin import Pin
-from shoal.optim.kept import Keeper, Kept, NotKept
 from shoal.optim.reports import Event, ForkReport
 from shoal.optim.run import Run
-from shoal.optim.state import Replica
 from shoal.p2p.identity import PeerID
-from shoal.swarm.protocol.line import leaves
+from shoal.swarm.protocol.line import Line, leaves
 from shoal.swarm.protocol.sides import Sides
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tip import Tip
@@ -25,65 +22,66 @@ WHY = "the state with more samples behind it is kept (of equally many: more epoc
 
 
 class Forks:
-    """Keeps the state that this peer leaves, reports both sides of a fork, and knows what the owner has pinned.
+    """Reports both sides of a fork, and knows what the owner has pinned.
 
     The trainer's thread calls all methods.
 
     Args:
         run: this peer's part in the run.
-        replica: this peer's state.
-        keeper: keeps the state that this peer leaves.
         tell: called with each event.
     """
 
-    def __init__(self, run: Run, replica: Replica, keeper: Keeper, tell: Callable[[Event], None]) -> None:
-        self._run, self._replica, self._keeper, self._tell = run, replica, keeper, tell
+    def __init__(self, run: Run, tell: Callable[[Event], None]) -> None:
+        self._run, self._tell = run, tell
         self._sides = Sides()
         self._sparing = Sparing(TOLD, TOLD_SECONDS)
 
     # -- this peer leaves its side
 
     def leave(
-        self, tip: Tip, line: Collection[bytes], made_with: Collection[bytes], others: Collection[bytes]
+        self,
+        mine: Tip,
+        tip: Tip,
+        line: Collection[bytes],
+        made_with: Collection[bytes],
+        others: Collection[bytes],
+        keep: Callable[[], str],
     ) -> ForkReport | None:
-        """Keep this peer's own state, if the state that it is about to take over does not include all of its samples.
+        """Have this peer's own state kept, if the state that it is about to take over does not include all of its
+        samples.
 
         Args:
+            mine: the name of this peer's state.
             tip: the name of the state that this peer takes over.
             line: the lineages that lead to `tip`.
             made_with: the keys of the peers that made this peer's state with it.
             others: the keys of the peers that hold the other state.
+            keep: keeps the state, and returns where it is, and how to load it, in words.
 
         Returns:
             The report for `left`, once the other state is here; None if no sample is lost.
         """
-        mine, pin = self._replica.tip, self.pin
+        pin = self.pin
         if not leaves(mine, tip, line):
             return None
         is_pinned = pin is not None and tip.pin == pin.number > mine.pin
         self._sides.remember(tip.lineage)
         reason = f"its owner has pinned it (pin {tip.pin})" if is_pinned else WHY
-        return self._report(tip, made_with, others, reason, stays=False, kept=self._keep())
+        return self._report(mine, tip, made_with, others, reason, stays=False, kept=keep())
 
     def _report(
-        self, tip: Tip, made_with: Collection[bytes], others: Collection[bytes], reason: str, *, stays: bool, kept: str
+        self,
+        mine: Tip,
+        tip: Tip,
+        made_with: Collection[bytes],
+        others: Collection[bytes],
+        reason: str,
+        *,
+        stays: bool,
+        kept: str,
     ) -> ForkReport:
-        mine, makers = self._replica.tip, _texts({*made_with, self._run.me})
+        makers = _texts({*made_with, self._run.me})
         return ForkReport(stays, str(mine), mine.samples, makers, str(tip), tip.samples, _texts(others), reason, kept)
-
-    def _keep(self) -> str:
-        """Keep this peer's state. Returns where it is, and how to load it, in words."""
-        replica = self._replica
-        if not self._keeper.fits(replica.nbytes):
-            return (
-                f"lost, for its {replica.nbytes / 1e6:.0f} MB are more than a quarter of the memory that is free: give "
-                "kept_state_dir= to keep such states on disk"
-            )
-        try:
-            with memory_for("a copy of it", NotKept):
-                return self._keeper.keep(replica.exact_copy())
-        except (NotKept, ValueError) as error:
-            return f"lost, since it could not be kept ({error})"
 
     def left(self, report: ForkReport) -> None:
         """Report the fork, once this peer has taken over the other state."""
@@ -107,10 +105,10 @@ class Forks:
 
     # -- this peer keeps its side
 
-    def look(self, made_with: Collection[bytes]) -> None:
+    def look(self, mine: Tip, line: Line, made_with: Collection[bytes]) -> None:
         """Report members whose states do not lead to this peer's state. Report each such state once, and no member more
         than `TOLD` times in `TOLD_SECONDS`."""
-        tips, mine, line = self._run.swarm.peer.tips, self._replica.tip, self._replica.line
+        tips = self._run.swarm.peer.tips
         while tips:
             self._sides.hear(*tips.popleft())
         for key, tip in self._sides.find(line, mine):
@@ -122,7 +120,7 @@ class Forks:
                 "side, tip %s (%g samples), stays: %s. The other peer keeps what it leaves, and says where",
                 PeerID(key), tip, tip.epoch, tip.samples, mine, mine.samples, reason,
             )  # fmt: skip
-            self._tell(self._report(tip, made_with, [key], reason, stays=True, kept=""))
+            self._tell(self._report(mine, tip, made_with, [key], reason, stays=True, kept=""))
 
     # -- what the owner has pinned
 
@@ -132,25 +130,14 @@ class Forks:
         gate = self._run.swarm.gate
         return None if gate is None else gate.pin
 
-    def due(self) -> Pin | None:
-        """The newest pin, if this peer does not follow it yet; else None."""
+    def due(self, mine: Tip) -> Pin | None:
+        """The newest pin, if a peer with the state `mine` does not follow it yet; else None."""
         pin = self.pin
-        return pin if pin is not None and self._replica.tip.pin < pin.number else None
+        return pin if pin is not None and mine.pin < pin.number else None
 
-    def follows_from(self, pin: Pin) -> bool:
-        """Whether this peer's state is the pinned one, or follows from it and the pin does not rewind."""
-        if self._replica.tip.lineage == pin.lineage:
-            return True
-        return not pin.rewind and pin.lineage in self._replica.line
-
-    @property
-    def in_memory(self) -> Kept | None:
-        """The state that this peer has kept in memory; None if there is none."""
-        return self._keeper.in_memory
-
-    def kept(self, pin: Pin) -> Kept | None:
-        """The state that this peer has kept, if `pin` allows it (see `Kept.leads_to`); else None."""
-        return self._keeper.find(pin)
+    def follows_from(self, pin: Pin, mine: Tip, line: Line) -> bool:
+        """Whether the state `mine` is the pinned one, or follows from it and the pin does not rewind."""
+        return mine.lineage == pin.lineage or (not pin.rewind and pin.lineage in line)
 
 
 def _texts(keys: Collection[bytes]) -> tuple[str, ...]:

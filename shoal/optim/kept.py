@@ -86,6 +86,27 @@ class Keeper:
         """Whether a state of `nbytes` bytes can be kept."""
         return self._folder is not None or nbytes <= SHARE_OF_MEMORY * free_memory()
 
+    def keep_copy(self, nbytes: int, copy: Callable[[], Kept]) -> str:
+        """Keep a state.
+
+        Args:
+            nbytes: about how large it is.
+            copy: makes a copy of it.
+
+        Returns:
+            Where it is, and how to load it, in words; or why it is lost.
+        """
+        if not self.fits(nbytes):
+            return (
+                f"lost, for its {nbytes / 1e6:.0f} MB are more than a quarter of the memory that is free: give "
+                "kept_state_dir= to keep such states on disk"
+            )
+        try:
+            with memory_for("a copy of it", NotKept):
+                return self.keep(copy())
+        except (NotKept, ValueError) as error:
+            return f"lost, since it could not be kept ({error})"
+
     def keep(self, kept: Kept) -> str:
         """Keep this state instead of the last one. Returns where it is, and how to load it, in words; a file's name is
         in quotes.

@@ -22,6 +22,7 @@ class LocalSteps(Work):
     """
 
     wrapped: Optimizer
+    shares_state = False
 
     def __init__(
         self, optimizer: Optimizer, trained: Trained, wrapped: Optimizer, make: Callable[[Closure | None], None]

@@ -40,7 +40,11 @@ class Cost:
 class Rounds(ABC):
     """The rounds that average what `Work` brings.
 
+    Args:
+        work: what they average.
+
     Attributes:
+        work: as given.
         brought: the samples with which the rounds of this epoch have begun.
         cost: of the last rounds before the round of the run.
     """
@@ -48,7 +52,8 @@ class Rounds(ABC):
     precede = True
     """Whether they come before the round of the run, which averages no gradients then."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work) -> None:
+        self.work = work
         self.brought = 0.0
         self.cost = Cost()
 
@@ -124,7 +129,7 @@ class Rounds(ABC):
         """The vectors of `Work` that the run's own round averages."""
         return []
 
-    def settle(self, epoch: int, outcome: Outcome) -> None:  # noqa: B027 (the rounds before have settled theirs)
+    def settle(self, outcome: Outcome) -> None:  # noqa: B027 (the rounds before have settled theirs)
         """The run's round is over: note what its codecs have lost."""
 
     def use_local(self) -> None:  # noqa: B027 (the results of the rounds before stay in use)
@@ -158,14 +163,13 @@ class InTheRun(Rounds):
     """The round of the run averages what `Work` brings, so there is nothing to join, to wait for or to name.
 
     Args:
-        work: has the vectors.
+        work: see `Rounds`.
     """
 
     precede = held = False
 
     def __init__(self, work: Work) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._epoch = 0
 
     def enter(self, called: Callable[[], bool]) -> None:
@@ -192,16 +196,16 @@ class InTheRun(Rounds):
 
     def vectors(self, epoch: int) -> Sequence[Vector]:
         """See `Rounds`."""
-        return self._work.vectors(epoch)
+        return self.work.vectors(epoch)
 
-    def settle(self, epoch: int, outcome: Outcome) -> None:
+    def settle(self, outcome: Outcome) -> None:
         """See `Rounds`."""
-        for vector in self._work.vectors(epoch):
+        for vector in self.work.vectors(outcome.begin.tip.epoch):
             vector.settle(outcome)
 
     def use_local(self) -> None:
         """See `Rounds`."""
-        for vector in self._work.vectors(self._epoch):
+        for vector in self.work.vectors(self._epoch):
             vector.use_local()
 
     def used(self) -> None:
@@ -215,12 +219,13 @@ class AveragerRounds(Rounds):
     joins it again afterwards (`enter`).
 
     Args:
+        work: see `Rounds`.
         me: this peer's key.
-        gradients: accumulates the gradients in the averager.
+        gradients: accumulates the gradients of the work in the averager.
     """
 
-    def __init__(self, me: bytes, gradients: AveragerSum) -> None:
-        super().__init__()
+    def __init__(self, work: Work, me: bytes, gradients: AveragerSum) -> None:
+        super().__init__(work)
         self._me, self._gradients, self._averager = me, gradients, gradients.averager
         self._control: StepControl | None = None  # the control of the round whose average is not used yet
 
@@ -289,12 +294,13 @@ class StrandRounds(Rounds):
     of all strands. A peer whose averages differ from those of most peers downloads their state.
 
     Args:
+        work: see `Rounds`.
         turns: the strands of this rank, for each turn in which they are averaged.
         carriers: for each strand of the run, the rank of this cluster that carries it.
     """
 
-    def __init__(self, turns: Sequence[Sequence[Strand]], carriers: Sequence[int]) -> None:
-        super().__init__()
+    def __init__(self, work: Work, turns: Sequence[Sequence[Strand]], carriers: Sequence[int]) -> None:
+        super().__init__(work)
         self._turns, self._carriers = turns, carriers
         self._averagers = [strand.averager for turn in turns for strand in turn]
         self._controls: list[StepControl | None] | None = None  # of rounds whose average is not used yet

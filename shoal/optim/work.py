@@ -85,6 +85,10 @@ class Work(ABC):
     """Whether the result of a round in the background may be applied now."""
     has_moved = False
     """Whether the model may have a drift that no round has averaged."""
+    shares_state = True
+    """Whether the step of an epoch is made by all peers alike, so that like peers have the same state after it."""
+    is_at_start = False
+    """Whether the model is still the anchor of all that it will drift from."""
     follows_model = True
     """Whether the state is that of the model, as users have written it. If not, only its frozen parameters are."""
     was_loaded = False
@@ -280,8 +284,27 @@ class Work(ABC):
             self.reset()
 
     def publish(self) -> None:
-        """Let the model continue from another state, or from this one after the last step."""
+        """Let the model continue from another state."""
         self._trained.spread()
+
+    def apply_last(self, *, used: bool | None) -> None:
+        """The optimizer was shut down: let the model continue from the last step.
+
+        Args:
+            used: as for `apply`; None if there was no step.
+        """
+        self._trained.spread()
+
+    def use_theirs(self) -> None:
+        """Another state has this rank's contribution to the last round already."""
+
+    def restart(self, *, keeps: bool) -> None:
+        """Begin anew on another state.
+
+        Args:
+            keeps: whether what this rank has done on the state before counts on this one, if that has a meaning.
+        """
+        self.reset()
 
     def abandon(self, *, used: bool) -> None:
         """The others have another state after the round, which this rank downloads."""
