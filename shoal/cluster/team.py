@@ -29,7 +29,7 @@ class Team(ABC):
     @abstractmethod
     def call(self, name: str) -> contextlib.AbstractContextManager[None]: ...
     @abstractmethod
-    def all(self, asked: Asked[M, list[M]], mine: M) -> list[M]: ...
+    def all(self, asked: Asked[Any, Any], mine: Any) -> list[Any]: ...
     @abstractmethod
     def decided(
         self,
@@ -41,6 +41,8 @@ class Team(ABC):
     @abstractmethod
     def at_first(self, make: Callable[[], T]) -> T: ...
     @abstractmethod
+    def said(self, rank: int, why: str) -> str: ...
+    @abstractmethod
     def ends(self, make: Callable[[], Future[None]]) -> contextlib.AbstractContextManager[Future[None]]: ...
 
 
@@ -50,7 +52,7 @@ class Alone(Team):
     def call(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def all(self, asked: Asked[M, list[M]], mine: M) -> list[M]:
+    def all(self, asked: Asked[Any, Any], mine: Any) -> list[Any]:
         return [mine]
 
     def decided(self, asked, decide, mine=None, then=None):  # type: ignore[no-untyped-def]
@@ -58,6 +60,9 @@ class Alone(Team):
 
     def at_first(self, make: Callable[[], T]) -> T:
         return make()
+
+    def said(self, rank: int, why: str) -> str:
+        return why
 
     @contextlib.contextmanager
     def ends(self, make: Callable[[], Future[None]]) -> Iterator[Future[None]]:

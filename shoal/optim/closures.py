@@ -59,11 +59,6 @@ class Closure:
         self.after_first: Callable[[], None] = lambda: None
         self._result: tuple[Any, ...] = ()  # what the wrapped optimizer has returned, if it got this closure
 
-    @property
-    def loss(self) -> Loss | None:
-        """The loss that it has returned; None if that is no finite number, or if nobody has called it."""
-        return loss_of(self.returned) if self.is_evaluated else None
-
     def evaluate(self) -> Any:
         """Call it, with gradients enabled and in the user's modes. Returns what it returns."""
         assert self._function is not None

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
-from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.cluster.whole import local
+from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import (
     FlatBuffer,
     Layout,
@@ -115,14 +115,14 @@ class Anchors:
 
 
 class Drift(Work):
-    """How far inner steps have moved the model from the anchor: the anchor minus the model. Nothing is lost when a round
-    fails, because the model stays where it is.
+    """The anchor minus the model: how far inner steps have moved the model from the anchor. Nothing is lost when a
+    round fails, because the model stays where it is.
 
     "To take the drift" means to compute it into the memory that the round reads. A fragment is a part of the model that
     rounds average in its turn. Parameters have numbers: their places in `model`.
 
     Args:
-        shoal_optimizer, pieces: see `Work`; the pieces are what inner steps move.
+        shoal_optimizer, pieces: see `Work`. The pieces are what inner steps move.
         choice: the user's options.
         inner: makes the inner steps.
         model: the trained pieces.
@@ -141,6 +141,7 @@ class Drift(Work):
 
     samples = 0.0
     is_exact = False
+    steps_at_once = True
     called = ("inner steps", "it goes back to the anchor, and joins without them")
 
     def __init__(
@@ -158,7 +159,8 @@ class Drift(Work):
         watched: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(shoal_optimizer, pieces)
-        self._pieces, self.choice, self.inner = pieces, choice, inner.optimizer
+        self._pieces, self.choice = pieces, choice
+        self.wrapped = self.inner = inner.optimizer
         self._model, self._anchors = list(model), list(anchors.trained)
         self._outer, self._frozen, self._follow_model = anchors.optimizer, anchors.frozen, anchors.follow
         self.schedule = None if inner.scheduler is None else InnerSchedule(inner.scheduler)
@@ -190,11 +192,6 @@ class Drift(Work):
         self._scratch = torch.empty(3, BLOCK_ELEMENTS * 16, dtype=torch.uint8, device="cpu")
 
     # -- inner steps
-
-    @property
-    def wrapped(self) -> torch.optim.Optimizer:
-        """See `Work`."""
-        return self.inner
 
     @property
     def steps_per_epoch(self) -> int | None:  # type: ignore[override]
@@ -369,19 +366,23 @@ class Drift(Work):
                 drift.copy_(model)
                 torch.sub(as_model_has(self._anchors[number], model), drift, out=drift)
         if not self.has_moved:  # what the user has written since is not lost, even if no inner step follows
-            self._is_apart = any(bool(flat.any()) for place in self._closed for flat in self._vectors[place].inputs.flat)
+            self._is_apart = any(bool(flat.any()) for flat in self._flat)
         keeps = self.choice.is_in_background and self.choice.mix == "keep"
         self._taken = {number: self._model[number].detach().to("cpu", copy=True) for number in self._numbers if keeps}
         self._brought = self.samples, self.steps
-        return all(is_finite(flat) for place in self._closed for flat in self._vectors[place].inputs.flat)
+        return all(is_finite(flat) for flat in self._flat)
+
+    @property
+    def _flat(self) -> list[Tensor]:
+        """The memory into which the drift was taken last."""
+        return [flat for place in self._closed for flat in self._vectors[place].inputs.flat]
 
     @torch.no_grad()
     def go_back(self) -> None:
         """Take zeros as the drift, and set the model to the anchor, because the model is not finite. If the inner
         optimizer's state is not finite either, drop it, because it would spoil the model again."""
-        for place in self._closed:
-            for flat in self._vectors[place].inputs.flat:
-                flat.zero_()
+        for flat in self._flat:
+            flat.zero_()
         self.reset()
         self._follow_anchors()
         if not all(map(_has_finite_values, self.inner.state.values())):

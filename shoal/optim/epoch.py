@@ -22,7 +22,6 @@ from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulator import factor_of
-from shoal.optim.closures import Closure
 from shoal.optim.eval_mode import Mode
 from shoal.optim.kept import Kept, read_kept
 from shoal.optim.pilot import Brought, End, Ended, Follow, GoOn, Load, Pilot, Recall, Settle, Standing, Wait
@@ -92,10 +91,17 @@ class EpochState(Enum):
 
 
 class Background(NamedTuple):
-    """What goes on in the background at the end of an epoch, while the trainer continues: the round, and the step."""
+    """What goes on in the background at the end of an epoch, while the trainer continues.
+
+    Attributes:
+        averages: the round.
+        steps: the step.
+        may_lend: whether this optimizer may be lent. The trainer then leaves a round in which another one waits for it.
+    """
 
     averages: bool = False
     steps: bool = False
+    may_lend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +230,7 @@ class Epoch:
         self._background = background
         # If the round was called during a step, that step's samples may begin the next epoch. So the epoch ends before
         # they are added.
-        self._ends_before_adding = any(background) and not self._work.holds_every_batch
+        self._ends_before_adding = (background.averages or background.steps) and not self._work.holds_every_batch
         self.state = EpochState.ACCUMULATING
         self._ending: _Ending | None = None  # in AVERAGING and STEPPING; in CLOSED, if it took longer than `close`
         self._brought = 0.0  # samples that this peer brought to that end of an epoch
@@ -297,7 +303,8 @@ class Epoch:
                 self._work.skip()
                 return Turn(self._state.tip)
             case Load():
-                then, is_used = Next.BEHIND, self._work.has_moved and batch.samples > 0  # the drift outlasts the download
+                # What inner steps have done outlasts the download.
+                then, is_used = Next.BEHIND, self._work.has_moved and batch.samples > 0
                 if is_used:
                     self._add(batch)
             case _:
@@ -309,15 +316,14 @@ class Epoch:
                     if is_used:
                         self._add(batch)
                 then = self._count()
-        loss = None if batch.closure is None else batch.closure.loss
-        return Turn(self._state.tip, batch.samples, loss, is_used, then)
+        return Turn(self._state.tip, batch.samples, batch.loss, is_used, then)
 
     def _follow(self, turn: Turn) -> None:
         """At other ranks: do what rank 0 has done with the batches."""
         if self._state.tip != turn.tip:
             self._name(turn.tip)
         if turn.is_used:
-            self._add(Batch(turn.samples, closure=None if turn.loss is None else Closure(None, turn.loss)))
+            self._add(Batch.of_ranks(turn.samples, turn.loss))
 
     def _add(self, batch: Batch) -> None:
         self._enter()
@@ -353,19 +359,14 @@ class Epoch:
             self._end_in_background(self._checked(*self._work.again(self._brought)))
         if self.is_busy and self._work.result_may_wait and self._work.result_is_due:
             self.take_result(wait=True)
-            if self.state is EpochState.FAILED:
+            if self._has_failed:
                 return Next.GO_ON  # the next step tries again
-        if self.state is EpochState.AVERAGING:
-            assert self._ending is not None
-            if self._ending.tip.done():
-                self.state = EpochState.STEPPING
-                self._count_from(self._ending.tip.result())
-            elif not self._has_its_part:
+        if self.state is EpochState.AVERAGING and not self._knows_next_tip():
+            if not self._has_its_part:
                 return Next.GO_ON  # it accumulates for an epoch whose tip is not known yet
-            else:
-                self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
-                if self.state is EpochState.FAILED:
-                    return Next.GO_ON  # the next step tries again
+            self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
+            if self._has_failed:
+                return Next.GO_ON  # the next step tries again
         match self._pilot.count(self._standing()):
             case End():
                 return Next.END
@@ -373,6 +374,18 @@ class Epoch:
                 return Next.LOAD
             case GoOn():
                 return Next.GO_ON
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.state is EpochState.FAILED
+
+    def _knows_next_tip(self) -> bool:
+        """Whether the round in the background is over. Then this peer counts for the next epoch."""
+        assert self._ending is not None
+        if self._ending.tip.done():
+            self.state = EpochState.STEPPING
+            self._count_from(self._ending.tip.result())
+        return self._ending.tip.done()
 
     @property
     def _has_its_part(self) -> bool:
@@ -580,7 +593,7 @@ class Epoch:
         peers get the same bits."""
         if self._settings.max_grad_norm is None:
             return None
-        norms = in_order(self._state.pieces.carriers, self._team.all(NORMS, self._work.norms()))
+        norms: list[float] = in_order(self._state.pieces.carriers, self._team.all(NORMS, self._work.norms()))
         return norms[0] if len(norms) == 1 else float(sum(norm**2 for norm in norms)) ** 0.5
 
     def _apply(self, ended: Ended, *, is_accumulating: bool = False) -> None:
@@ -915,7 +928,8 @@ class Epoch:
             self.take_result(wait=True)
         donors = self._team.at_first(lambda: self._pilot.donors())
         try:
-            return self._team.decided(MAY_LOAD, lambda _: bool(donors)) and self._download(donors, timeout, to_join=False)
+            has_donors = self._team.decided(MAY_LOAD, lambda _: bool(donors))
+            return has_donors and self._download(donors, timeout, to_join=False)
         except DownloadFailed as error:
             lacks_memory = isinstance(error, NoMemoryForState)
             if self._team.decided(MAY_LOAD, lambda _: bool(self._pilot.donors()) or lacks_memory):

@@ -361,7 +361,7 @@ class AveragerSum:
 
     def accumulate(self, batch_size: float) -> None:
         """Add the parameters' `.grad`, the mean over `batch_size` samples."""
-        self.averager.accumulate_grads_(batch_size)
+        self.averager.accumulate_grads_(batch_size)  # type: ignore[arg-type]  # it counts parts of samples, too
 
     def reset(self) -> None:
         """Drop what was accumulated."""

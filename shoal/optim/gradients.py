@@ -54,8 +54,6 @@ class Gradients(Work):
         norm: computes the norm of the average of a part. Machines that sum in another order agree to rounding.
     """
 
-    wrapped: Optimizer
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -180,4 +178,3 @@ class Gradients(Work):
             for part, targets in zip(self._sums, self._targets, strict=True):
                 within.enter_context(part.as_grad(targets, factor))
             yield
-

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import pickle  # only for its error: torch.load with weights_only unpickles nothing but tensors and plain data
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path

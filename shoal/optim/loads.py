@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shoal.flat import bytes_of, holders_of
 
-
 HASHED_ELEMENTS = 1 << 22
 """The number of elements that are copied from a device at a time, to be hashed."""
 

@@ -21,8 +21,7 @@ class LocalSteps(Work):
         make: makes a step of it, given the closure of the batch, or None.
     """
 
-    wrapped: Optimizer
-    shares_state = False
+    steps_at_once, shares_state = True, False
 
     def __init__(
         self, optimizer: Optimizer, trained: Trained, wrapped: Optimizer, make: Callable[[Closure | None], None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import threading
@@ -16,6 +15,7 @@ import torch
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.gang import told_to_all
+from shoal.cluster.team import Alone
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.flat import (
@@ -33,19 +33,17 @@ from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
-from shoal.optim.accumulation import Accumulation
-from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
+from shoal.optim.choice import background_of, make_rounds, make_state, make_torch
+from shoal.optim.closures import Closure, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
 from shoal.optim.epoch import Epoch
-from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.eval_mode import Mode
-from shoal.optim.follower import Follower
-from shoal.optim.grad_averager import AveragerGradients, GradientAverager, GradientAveragerFactory
+from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
 from shoal.optim.grad_scaler import GradScaler
-from shoal.optim.host_copy import HostCopy
 from shoal.optim.lending import Lending
+from shoal.optim.machine import Machine
+from shoal.optim.pilot import Pilot
 from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.settings import (
@@ -57,23 +55,19 @@ from shoal.optim.settings import (
     AnyScheduler,
     Params,
     Settings,
-    Stepped,
     check_cluster,
-    make_outer,
-    make_trained,
-    samples_of,
 )
-from shoal.optim.shown_copies import shown_of, shown_of_pieces
-from shoal.optim.speaker import Speaker
-from shoal.optim.state import Replica
-from shoal.optim.strand_replica import StrandReplica
+from shoal.optim.shown_copies import shown_of
+from shoal.optim.terms import make_run, name_of_machine
 from shoal.optim.trainable import check_writable
 from shoal.optim.vitals import Vitals
+from shoal.optim.work import Batch
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
-from shoal.swarm.protocol.loss import mean_of
 
 log = logging.getLogger(__name__)
+
+NO_STRANDS, StrandState = "", Any
 
 T = TypeVar("T")
 
@@ -318,31 +312,7 @@ class Optimizer(ShowsGroups):
         self._ready = self._closed = self._begun = False
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
         self._lending: Lending | None = None
-        self._speaker: Speaker | None = None
-        self._ranks = 1  # the number of ranks of this peer
-        if cluster is None or params is None or cluster.size == cluster.strands == 1:  # a cluster has params
-            return self._make(optimizer, params, scheduler, extras, refresh)
-        self._ranks = cluster.size
-        self._speaker = speaker = Speaker(cluster, params, extras)
-        whole = speaker.whole.params
-        try:
-            speaker.lead("shoal.Optimizer", lambda _: self._make(optimizer, whole, scheduler, extras, refresh))
-        except BaseException:  # Ctrl-C, too: the other ranks must not wait for an optimizer that was not made
-            speaker.gang.leave()
-            if speaker.state is not None:
-                self.shutdown()
-            raise
-
-    def __new__(cls, *args: Any, **given: Any) -> Any:
-        """Make a `Follower` at every rank of a cluster but rank 0."""
-        cluster = given.get("cluster")
-        if not isinstance(cluster, Cluster) or not cluster.rank:
-            return super().__new__(cls)
-        bound = inspect.signature(Optimizer.__init__).bind(None, *args, **given)
-        bound.apply_defaults()
-        return Follower(cluster, bound.arguments)
-
-    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # for `inspect.signature`, which looks at it first
+        self._make(optimizer, params, scheduler, extras, refresh)
 
     def _make(
         self,
@@ -354,88 +324,57 @@ class Optimizer(ShowsGroups):
     ) -> None:
         """Join the run."""
         settings, dht = self._settings, self.dht
-        self._host: HostCopy | None = None  # the copy that `optimizer` steps, if it does not step the model itself
-        self.outer_optimizer: torch.optim.Optimizer | None = None
-        strands = None if self._speaker is None else self._speaker.strands
-        places = {
-            "on_host": settings.offload_optimizer,
-            "in_background": settings.delay_optimizer_step,
-            "in_cluster": self._speaker is not None,
-            "frozen": settings.sends_frozen,
-            "calls_closure": settings.moves_within_epochs and self._speaker is None,
-        }
-        if settings.outer is None:
-            by_average = not settings.use_local_updates
-            inner = stepped = make_trained(optimizer, params, scheduler, **places, steps_average=by_average)
-        else:
-            given, pieces = (params, None) if strands is None else (strands.given, strands.groups)
-            inner, anchor, self.outer_optimizer = make_outer(
-                settings.outer, optimizer, given, scheduler, **places, pieces=pieces
-            )
-            stepped = Stepped(self.outer_optimizer, None, anchor)
-        self.optimizer, self.scheduler, self._host = inner
-        wrapped = self.optimizer
+        made = make_torch(settings, optimizer, params, scheduler)
+        self.optimizer, self.scheduler, host = wrapped, _, host = made.users
+        self.outer_optimizer = None if settings.outer is None else made.stepped.optimizer
         wraps(self, wrapped)
         self._needs_closure = needs_closure(type(wrapped))
         scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's scaler passes itself to `step`, which refuses it
-        if strands is None or settings.outer is not None:
-            shown = shown_of(wrapped, self._host, lambda: self._epoch.wait())
-        else:
-            shown = shown_of_pieces(wrapped, strands)
+        shown = shown_of(wrapped, host, lambda: self._epoch.wait())
         super().__init__([dict(group) for group in shown.groups], wrapped.defaults)
         self._shown, self._ready = shown, True
 
-        if self._speaker is None or strands is None:
-            replica = Replica(stepped.optimizer, stepped.scheduler, extra_tensors, settings, stepped.host)
-        else:
-            replica = StrandReplica(stepped, extra_tensors, settings, strands, self._speaker.crew, dht)
-        self._replica = replica
-        replica.placement.shown = shown
-        if settings.outer is not None:
-            replica.watch(replica.trained if self._speaker is None else self._speaker.whole.model)
-        if replica.placement.unshared and not self.auxiliary:
-            layers = ", ".join(f"{count} {kind}" for kind, count in replica.placement.unshared.items())
+        self._state = state = make_state(made, extra_tensors, settings, dht)
+        placement = state.of_model.placement
+        placement.shown = shown
+        if placement.unshared and not self.auxiliary:
+            layers = ", ".join(f"{count} {kind}" for kind, count in placement.unshared.items())
             log.warning(
                 "%s of the model keep running statistics that are not in extra_tensors: each peer goes on with its "
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._gradients = make_gradients(settings, replica, inner, dht)
-        self._run = run = make_run(settings, dht, replica, self._gradients, wrapped, self.scheduler)
+        self._rounds = rounds = make_rounds(self, settings, state, made, dht)
+        self._run = run = make_run(settings, dht, state, rounds, {})
+        background = background_of(settings, is_cluster=False)
         self.tracker = RunProgress(
-            run, settings.target, refresh, alpha=settings.performance_ema_alpha, may_wait=not settings.in_background
+            run,
+            settings.target,
+            refresh,
+            alpha=settings.performance_ema_alpha,
+            may_wait=not (background.averages or background.steps),
         )
-        accumulation = Accumulation(self, settings, run, replica, self._gradients)
-        self._epoch = Epoch(settings, run, replica, accumulation, self.tracker, self._tell)
+        machine = Machine(run.me, name_of_machine(rounds, state.optimizer))
+        pilot = Pilot(settings, run, self.tracker, machine, type(wrapped).__qualname__, self._tell)
+        self._epoch = Epoch(settings, Alone(), state, rounds, pilot, background)
         if not self.auxiliary:
-            of_ranks = "" if self._speaker is None else "cluster="
-            because = of_ranks or ("reuse_grad_buffers=True" if settings.reuse_grad_buffers else "")
+            because = "reuse_grad_buffers=True" if settings.reuse_grad_buffers else ""
             steps = settings.counts_steps
             self._lending = Lending(self._epoch, run, self._trainer, because=because, counts_steps=steps)
         self._vitals = Vitals(
-            run,
-            self.tracker,
+            pilot,
             self._epoch,
-            compares=not (self.use_local_updates or self.auxiliary),
+            compares=rounds.work.shares_state and not self.auxiliary,
             counts_steps=settings.counts_steps,
         )
         self._metrics: MetricsServer | None = None
         if settings.metrics_port is not None:
             self._metrics = MetricsServer(settings.metrics_port, self._collect)
         self.metrics_port = None if self._metrics is None else self._metrics.port
-        if self._speaker is not None:
-            replica.placement.refuse_ranks(self._ranks)  # before any parameter is sent
-            self._speaker.gang.when_lost(lambda: run.stop(settings.shutdown_timeout))
         try:
-            if isinstance(replica, StrandReplica):
-                replica.give()  # before newcomers meet this peer
-                run.start()
-            else:
-                run.start(self._epoch.donor)
-        except BaseException:  # Ctrl-C, too: a peer that was not made serves neither metrics nor strands
+            run.start(self._epoch.donor)
+        except BaseException:  # Ctrl-C, too: a peer that was not made serves no metrics
             self._close_metrics()
-            if isinstance(replica, StrandReplica):
-                replica.states.stop()
             raise
         try:
             self.tracker.start()
@@ -447,14 +386,6 @@ class Optimizer(ShowsGroups):
             raise
         if self._lending is not None:
             self._lending.belongs_here()
-        if self._speaker is not None:
-            self._speaker.state = lambda: (self._epoch.applied, self.param_groups)
-
-    def _lead(self, call: str, act: Callable[[], T], collect: Callable[[], object] | None = None) -> T:
-        """Do `act` as a call of all ranks of the cluster, if there is one and this rank has not left it."""
-        if self._speaker is None or self._closed:
-            return act()
-        return self._speaker.lead(call, lambda _: act(), collect=collect)
 
     # -- training
 
@@ -476,7 +407,7 @@ class Optimizer(ShowsGroups):
     def is_alive(self) -> bool:
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
         lost."""
-        return not self._closed and self.dht.is_alive() and (self._speaker is None or self._speaker.gang.is_whole)
+        return not self._closed and self.dht.is_alive()
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Report the loss of a batch, which `shoal top`, `shoal monitor` and `metrics_port` show. Every 10 s this peer
@@ -530,46 +461,20 @@ class Optimizer(ShowsGroups):
                 raise RuntimeError("this optimizer was shut down")
             if self._lending is not None:
                 self._lending.belongs_here()
-            speaker = self._speaker
-            if speaker is None:
-                self._look()
-                if self.auxiliary:
-                    if closure is not None or batch_size is not None or grad_scaler is not None:
-                        raise ValueError("auxiliary=True trains nothing: call step() without arguments")
-                    self._epoch.assist()
-                    return None
-                if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-                    raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
-                batch_size = self.batch_size_per_step if batch_size is None else batch_size
-                if batch_size is None:
-                    raise ValueError(NO_BATCH_SIZE)
-                if not (type(batch_size) is int and batch_size >= 0):
-                    batch_size = SAMPLES.check("batch_size", batch_size)
-                return self._step(None if closure is None else Closure(closure), batch_size, grad_scaler)
-            given = None if closure is None else Closure(closure)
-            own = 0
-
-            def prepare() -> int:
-                nonlocal own
-                self._look()
-                own = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
-                if given is not None:  # before this rank waits for the others, whose closures take as long
-                    given.evaluate()
-                return own
-
-            def act(samples: int) -> None:
-                of_ranks = [(None if given is None else loss_of(given.returned), own), *speaker.losses]
-                loss = mean_of(of_ranks)
-                self._step(None if loss is None else Closure(None, loss), samples, None)
-
-            speaker.lead(
-                "step",
-                act,
-                prepare,
-                speaker.whole.gather_for_step if speaker.strands is None or self.outer_optimizer is None else None,
-                moves=self._settings.moves_within_epochs and speaker.strands is None,
-            )
-            return None if given is None else given.returned
+            self._look()
+            if self.auxiliary:
+                if closure is not None or batch_size is not None or grad_scaler is not None:
+                    raise ValueError("auxiliary=True trains nothing: call step() without arguments")
+                self._epoch.assist()
+                return None
+            if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+                raise ValueError(f"grad_scaler= is a {type(grad_scaler).__name__}: give a shoal.GradScaler")
+            batch_size = self.batch_size_per_step if batch_size is None else batch_size
+            if batch_size is None:
+                raise ValueError(NO_BATCH_SIZE)
+            if not (type(batch_size) is int and batch_size >= 0):
+                batch_size = SAMPLES.check("batch_size", batch_size)
+            return self._step(None if closure is None else Closure(closure), batch_size, grad_scaler)
 
     def _look(self) -> None:
         """Check the DHT, and tell the user which members this peer reaches, if that has changed since the last step."""
@@ -580,47 +485,44 @@ class Optimizer(ShowsGroups):
             self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
 
     def _step(self, closure: Closure | None, batch_size: int, grad_scaler: GradScaler | None) -> torch.Tensor | None:
-        self._replica.refuse_load()
-        if self._replica.is_in_eval:
+        work, state = self._rounds.work, self._state
+        work.refuse_load()
+        if state.is_in_eval:
             raise RuntimeError("the optimizer is in eval(): call train() of it before the batches that it trains on")
         if not self._begun:  # by now, frameworks have wrapped and changed the model
-            self._replica.placement.refuse_ranks(self._ranks)
-            self._replica.take_over()
+            state.of_model.placement.refuse_ranks()
+            state.take_over()
             self._begun = True
-        if not self.use_local_updates:
-            self._replica.options.look(self.local_epoch)
-        calls_it = self._settings.moves_within_epochs and batch_size
+        if work.shares_state:
+            state.options.look(self.local_epoch)
+        calls_it = work.steps_at_once and batch_size
         if self._needs_closure and closure is None and calls_it:
             raise ValueError(f"the step of a {type(self.optimizer).__name__} calls its closure: call step(closure)")
         self._epoch.take_result(wait=False)
         if closure is None:
-            self._epoch.advance(batch_size, grad_scaler)
+            self._epoch.advance(Batch(batch_size, grad_scaler))
             return None
         if grad_scaler is not None and grad_scaler.is_enabled():
             calls_it = False  # the scaler unscales the gradients, and looks at them, before the step
         if not closure.is_evaluated and not (calls_it and takes_closure(type(self.optimizer))):
             closure.evaluate()
-        self._epoch.advance(batch_size, grad_scaler, closure)
+        self._epoch.advance(Batch(batch_size, grad_scaler, closure=closure))
         result: torch.Tensor | None = closure.result()
         return result
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the wrapped optimizer has them: see the guide "Schedule-free optimizers"."""
         modes: dict[str, Mode] = {"train": "train", "eval": "eval"}
-        if name in modes and "_replica" in self.__dict__ and callable(getattr(self._replica.wrapped, name, None)):
+        if name in modes and "_state" in self.__dict__ and callable(getattr(self._state.wrapped, name, None)):
             return functools.partial(self._to_mode, modes[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _to_mode(self, mode: Mode, is_on: bool = True) -> None:
         mode = mode if is_on else "eval"  # as `train(False)` of modules
-        if mode == "train" and self._replica.is_in_train:
+        if mode == "train" and self._state.is_in_train:
             return  # frameworks call it before each batch: nothing needs to settle
         with self._in_trainer(mode):
-            if self._speaker is not None:
-                raise ValueError(f"{mode}() of an optimizer is not for a cluster: its ranks have no such call")
-            self._epoch.settle()
-            if self._replica.to_mode(mode):
-                self._epoch.continue_from(lambda: None)
+            self._epoch.to_mode(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the parameters' `.grad`, as torch does. The gradients that `step` has accumulated stay.
@@ -633,8 +535,6 @@ class Optimizer(ShowsGroups):
         """
         if self.reuse_grad_buffers:
             raise ValueError("reuse_grad_buffers=True accumulates in .grad: do not call zero_grad, which would lose it")
-        if self._speaker is not None:
-            self._speaker.whole.clear(set_to_none)
         super().zero_grad(set_to_none)
 
     # -- the state
@@ -652,10 +552,7 @@ class Optimizer(ShowsGroups):
             RuntimeError: with `outer`, if a checkpoint was loaded into the model alone while a round was under way.
         """
         with self._in_trainer("settle"):
-            if self._speaker is None:
-                self._epoch.settle()
-            elif self._settings.in_background or isinstance(self._replica, StrandReplica):  # else not all are here
-                self._lead("settle", self._epoch.settle)
+            self._epoch.settle()
 
     def load_state_from_peers(self, *, timeout: float | None = None) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -677,11 +574,11 @@ class Optimizer(ShowsGroups):
 
         def load() -> bool:
             self._check_dht()
-            with self._replica.in_train_mode():
+            with self._epoch.in_train_mode():
                 return self._epoch.load_state(SECONDS.check("timeout", timeout))
 
         with self._in_trainer("load_state_from_peers"):
-            return self._lead("load_state_from_peers", load)
+            return load()
 
     @property
     def tip(self) -> str:
@@ -706,13 +603,11 @@ class Optimizer(ShowsGroups):
 
         def load() -> None:
             self._check_dht()
-            with self._replica.in_train_mode():
+            with self._epoch.in_train_mode():
                 self._epoch.load_kept(path)
 
-        if isinstance(self._replica, StrandReplica):
-            raise ValueError("load_kept_state: a cluster whose ranks carry strands keeps no states, and loads none")
         with self._in_trainer("load_kept_state"):
-            self._lead("load_kept_state", load)
+            load()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this peer's training, as plain data and tensors.
@@ -739,10 +634,7 @@ class Optimizer(ShowsGroups):
             return after_saving(self, self._epoch.state_dict())
 
         with self._in_trainer("state_dict"):
-            has_strands = isinstance(self._replica, StrandReplica)
-            if not (self._settings.in_background or has_strands):  # so the other ranks need not be there
-                return save()
-            return self._lead("state_dict", save)
+            return save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict. Load the model's parameters first.
@@ -764,11 +656,7 @@ class Optimizer(ShowsGroups):
             after_loading(self)
 
         with self._in_trainer("load_state_dict"):
-            collect = None
-            if self._speaker is not None:
-                self._speaker.forget()
-                collect = self._speaker.whole.gather_parameters if self._speaker.strands is None else None
-            self._lead("load_state_dict", load, collect)
+            load()
 
     def strand_state(self) -> StrandState:
         """The state for `torch.distributed.checkpoint`. Each rank of a cluster saves and loads its own strands.
@@ -785,32 +673,7 @@ class Optimizer(ShowsGroups):
         Raises:
             ValueError: if this optimizer has no strands.
         """
-        if not isinstance(self._replica, StrandReplica):
-            raise ValueError(NO_STRANDS)
-        checkpoint = StrandCheckpoint(self._replica)
-
-        def give() -> dict[str, Any]:
-            before_saving(self)
-            self._epoch.take_result(wait=True)
-            return after_saving(self, checkpoint.give())
-
-        def give_all() -> dict[str, Any]:
-            with self._in_trainer("strand_state().state_dict"):
-                return self._lead("strand_state().state_dict", give)
-
-        def take(state: dict[str, Any]) -> None:
-            if not self._closed:
-                self._check_dht()
-            state = before_loading(self, state)
-            checkpoint.check(state)
-            self._epoch.continue_from(lambda: checkpoint.take(state))
-            after_loading(self)
-
-        def take_all(state: dict[str, Any]) -> None:
-            with self._in_trainer("strand_state().load_state_dict"):
-                self._lead("strand_state().load_state_dict", lambda: take(state))
-
-        return StrandState(give_all, take_all)
+        raise ValueError(NO_STRANDS)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: all peers must have the same parameters from the beginning.
@@ -840,9 +703,9 @@ class Optimizer(ShowsGroups):
     def grad_averager(self) -> Optimizer | GradientAverager | None:
         """What averages gradients: the averager of `grad_averager_factory`, or this optimizer; None with local
         updates."""
-        if isinstance(self._gradients, AveragerGradients):
-            return self._gradients.averager
-        return None if self.use_local_updates else self
+        if self.use_local_updates:
+            return None
+        return self._rounds.averager or self
 
     # -- the rest
 
@@ -914,12 +777,8 @@ class Optimizer(ShowsGroups):
         try:
             with self._in_trainer("finish"):
                 if self.is_alive() and not self.auxiliary:
-                    has_strands = isinstance(self._replica, StrandReplica)
-                    self._lead("finish", self._stay if has_strands else self._epoch.end)
-                    if self._speaker is not None:
-                        self._speaker.gang.leave()
-                    if not has_strands:
-                        self._stay()
+                    self._epoch.end()
+                    self._stay()
         except AveragingError as error:
             if not self._run.is_over:
                 raise
@@ -930,9 +789,7 @@ class Optimizer(ShowsGroups):
     def _stay(self) -> None:
         """Take the last result, and stay for the peers that are behind."""
         self._epoch.end()
-        replica, timeouts = self._replica, (self._settings.averaging_timeout, self._settings.load_state_timeout)
-        served_at = (lambda: replica.states.asked_at) if isinstance(replica, StrandReplica) else None
-        self._run.wait_for_those_behind(*timeouts, served_at)
+        self._run.wait_for_those_behind(self._settings.averaging_timeout, self._settings.load_state_timeout)
 
     @holding
     @neutral
@@ -944,8 +801,6 @@ class Optimizer(ShowsGroups):
             return
         self._closed = True
         with unbroken():
-            if self._speaker is not None and self._speaker.state is not None:  # else the constructor tells them why
-                self._speaker.gang.leave()
             timeout = self._settings.shutdown_timeout
             if self._lending is not None:
                 self._lending.close()
@@ -955,8 +810,6 @@ class Optimizer(ShowsGroups):
                 self._vitals.stop()
             if not self._run.stop(timeout):
                 log.warning("leaving the run took longer than %g s", timeout)
-            if isinstance(self._replica, StrandReplica):
-                self._replica.states.stop()
             self._epoch.close(timeout)
 
     def __repr__(self) -> str:

@@ -29,6 +29,17 @@ class Pieces(ABC):
 
     placement: Placement
     model: Sequence[Tensor]
+    are_parts = False
+    """Whether they are pieces of parameters, and the state is divided into parts."""
+    carriers: Sequence[int] = (0,)
+
+    def name(self, by_rank: Sequence[bytes]) -> bytes:
+        """One hash of the whole state.
+
+        Args:
+            by_rank: the hashes of the parts of each rank, one after the other.
+        """
+        return by_rank[0]
 
     @property
     def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -776,7 +776,14 @@ class Pilot:
         self._made_with = frozenset()
 
     def tell_arrival(
-        self, mine: Tip, report: DownloadReport, tip: Tip, fork: ForkReport | None, givers: Collection[bytes], *, apart: bool
+        self,
+        mine: Tip,
+        report: DownloadReport,
+        tip: Tip,
+        fork: ForkReport | None,
+        givers: Collection[bytes],
+        *,
+        apart: bool,
     ) -> None:
         """Tell what the download of a state has meant.
 

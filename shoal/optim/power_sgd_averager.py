@@ -17,8 +17,8 @@ from shoal.averaging.exchange import Vector, plan_of
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, neutral
 from shoal.optim.grad_averager import GradientAverager
+from shoal.optim.loads import hash_of
 from shoal.optim.settings import COUNT
-from shoal.optim.state import hash_of
 from shoal.swarm.directory import Directory
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind

@@ -17,7 +17,7 @@ from shoal.averaging.control import StepControl
 from shoal.averaging.exchange import Vector
 from shoal.averaging.options import term_of
 from shoal.interrupts import any_finished
-from shoal.optim.grad_averager import AveragerSum
+from shoal.optim.grad_averager import AveragerSum, GradientAverager
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.turns import waiting
 from shoal.optim.work import Work
@@ -49,6 +49,8 @@ class Rounds(ABC):
         cost: of the last rounds before the round of the run.
     """
 
+    averager: GradientAverager | None = None
+    """The user's averager that makes them, if one does."""
     precede = True
     """Whether they come before the round of the run, which averages no gradients then."""
 
@@ -129,6 +131,11 @@ class Rounds(ABC):
         """The vectors of `Work` that the run's own round averages."""
         return []
 
+    @property
+    def turns(self) -> Sequence[Sequence[Vector]]:
+        """The vectors that the run's rounds average, in turn."""
+        return []
+
     def settle(self, outcome: Outcome) -> None:  # noqa: B027 (the rounds before have settled theirs)
         """The run's round is over: note what its codecs have lost."""
 
@@ -140,6 +147,13 @@ class Rounds(ABC):
         """The average was used."""
 
     # -- what peers compare, and what is saved
+
+    have_any_threads = False
+    """Whether the average, and the step with it, have the same bits with any number of threads."""
+
+    def schemas(self) -> list[bytes]:
+        """The shapes and orders that must be equal in a run."""
+        return []
 
     def terms(self) -> dict[str, str]:
         """The options that must be equal in a run, by name."""
@@ -198,6 +212,15 @@ class InTheRun(Rounds):
         """See `Rounds`."""
         return self.work.vectors(epoch)
 
+    @property
+    def turns(self) -> Sequence[Sequence[Vector]]:
+        """See `Rounds`."""
+        return self.work.all_vectors
+
+    def schemas(self) -> list[bytes]:
+        """See `Rounds`."""
+        return self.work.schemas()
+
     def settle(self, outcome: Outcome) -> None:
         """See `Rounds`."""
         for vector in self.work.vectors(outcome.begin.tip.epoch):
@@ -226,7 +249,8 @@ class AveragerRounds(Rounds):
 
     def __init__(self, work: Work, me: bytes, gradients: AveragerSum) -> None:
         super().__init__(work)
-        self._me, self._gradients, self._averager = me, gradients, gradients.averager
+        self._me, self._gradients = me, gradients
+        self.averager = self._averager = gradients.averager
         self._control: StepControl | None = None  # the control of the round whose average is not used yet
 
     def enter(self, called: Callable[[], bool]) -> None:

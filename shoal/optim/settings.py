@@ -23,6 +23,7 @@ from shoal.optim.host_copy import HostCopy, check_none_missing, is_on_host, list
 from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.sharding.cut import cut_already
+from shoal.swarm.protocol.view import Role
 
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -268,6 +269,22 @@ class Settings:
         """Whether the trainer continues during a round."""
         overlaps = self.outer is not None and self.outer.is_in_background
         return overlaps or self.delay_grad_averaging or (self.use_local_updates and self.delay_state_averaging)
+
+    @property
+    def steps_in_background(self) -> bool:
+        """Whether the trainer continues during the step that ends an epoch. With local updates there is no such step,
+        and the average changes the parameters that the trainer uses."""
+        return self.in_background and not self.use_local_updates
+
+    @property
+    def steps_ahead(self) -> float:
+        """The number of inner steps of the next epoch that a peer has made when it applies the average of the last."""
+        return 0.0 if self.outer is None else float(self.outer.delay)
+
+    @property
+    def role(self) -> Role:
+        """The role of this peer in the run."""
+        return Role.CLIENT if self.client_mode else Role.AUXILIARY if self.auxiliary else Role.NODE
 
     @property
     def in_background(self) -> bool:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import torch
-from blake3 import blake3
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,12 +24,8 @@ from shoal.compression import Compression, NoCompression, TensorRole, plan_codec
 from shoal.flat import (
     FlatBuffer,
     Layout,
-    after_loading,
-    before_loading,
-    bytes_of,
     names_of_members,
     pick_kernels,
-    without_hooks,
 )
 from shoal.flat.allocation import memory_for
 from shoal.optim import tree
@@ -51,7 +45,7 @@ from shoal.optim.contents import (
 from shoal.optim.eval_mode import EvalMode, Mode
 from shoal.optim.group_options import GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
-from shoal.optim.kept import Kept
+from shoal.optim.kept import Keeper, Kept
 from shoal.optim.loads import hash_of
 from shoal.optim.loss_steps import LossSteps, of_averages
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
@@ -59,10 +53,11 @@ from shoal.optim.pieces import OnHost, Own, Pieces
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.result import Result
-from shoal.optim.settings import Settings
+from shoal.optim.settings import Settings, Stepped
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
-from shoal.swarm.protocol.loss import Loss
+from shoal.swarm.protocol.messages import Begin
+from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Snapshot, Unsendable, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
@@ -561,7 +556,8 @@ class Replica(TrainingState):
         optimizer, scheduler, extra_tensors: see `TrainingState`. Floating-point extra tensors are averaged, too.
         settings: the settings of the `Optimizer`.
         host: the copy of the parameters on the host that the optimizer steps, if it does not step the model itself.
-        wrapped: the optimizer that the user has given, if it is another one: the inner optimizer.
+        keeper: keeps the state that this peer leaves.
+        users: the optimizer and the scheduler that the user has given: with an outer optimizer, the inner ones.
 
     Attributes:
         tip: the name of the state.
@@ -592,10 +588,12 @@ class Replica(TrainingState):
         scheduler: LRScheduler | None,
         extra_tensors: Sequence[Tensor],
         settings: Settings,
-        host: HostCopy | None = None,
-        wrapped: torch.optim.Optimizer | None = None,
+        host: HostCopy | None,
+        keeper: Keeper,
+        users: Stepped,
     ) -> None:
-        self._settings, self.wrapped = settings, wrapped or optimizer
+        self._settings, self.wrapped, self.users_scheduler = settings, users.optimizer, users.scheduler
+        self.keeper = keeper
         self.grad_norm: float | None = None
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
@@ -624,6 +622,7 @@ class Replica(TrainingState):
         if host is not None:
             self.pieces = OnHost(self.pieces, host, self.memory)
         self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self.frozen_pairs = list(zip(self._sent_frozen, self._not_stepped, strict=True))
         compression = settings.state_averaging_compression
         kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
         roles = [TensorRole.OPTIMIZER if name else TensorRole.PARAMETER for name in kinds]
@@ -655,6 +654,11 @@ class Replica(TrainingState):
     def described(self) -> Sequence[Tensor]:
         """The model's parameters, whose shapes and dtypes peers compare."""
         return self.parameters
+
+    @property
+    def described_trained(self) -> Sequence[Tensor]:
+        """The parameters of the model that are trained, whose shapes and dtypes peers compare."""
+        return self.trained
 
     @property
     def described_names(self) -> list[str]:
@@ -752,7 +756,10 @@ class Replica(TrainingState):
     def _end_epoch(self, tip: Tip, digest: Callable[[], bytes]) -> None:
         self.options.step_scheduler()
         self._adopt_new_statistics()
-        self.tip, self.state_digest = tip, digest()  # before the lock is released: a newcomer's copy is compared with it
+        self.tip, self.state_digest = (
+            tip,
+            digest(),
+        )  # before the lock is released: a newcomer's copy is compared with it
         self._copy_if_wanted()
 
     @property
@@ -828,6 +835,28 @@ class Replica(TrainingState):
         for name in self._settings.average_opt_statistics:
             self.statistics(name)  # raises if there is no such statistic
 
+    # -- in rounds
+
+    def take(self, rules: Rules) -> None:
+        """Copy for the next round the tensors that the trainer continues to change."""
+        epoch = self.tip.epoch
+        if rules.due_sizes and rules.is_due(epoch):
+            self.buffers.take()
+        if rules.state_always and rules.may_average_state(epoch):
+            self.shared.take()
+
+    def vectors(self, begin: Begin, rules: Rules) -> list[Vector]:
+        """The vectors of the state that a round averages."""
+        if begin.with_state and not rules.state_always:
+            self.shared.take()  # with `state_always`, `take` has copied it before the JOIN
+        parts: list[Vector] = [self.buffers] if rules.due_sizes and rules.is_due(begin.tip.epoch) else []
+        return [*parts, self.shared] if begin.with_state else parts
+
+    def put(self, rules: Rules, tip: Tip, *, is_averaged: bool) -> None:
+        """Set the extra tensors to their average, if the round before `tip` has averaged them."""
+        if is_averaged and rules.due_sizes and rules.is_due(tip.epoch - 1):
+            self.buffers.put(keep_changes=True)
+
     def _shared_tensors(self) -> list[Tensor | None]:
         tensors: list[Tensor | None] = [*self.parameters]
         for name in self._settings.average_opt_statistics:
@@ -900,6 +929,10 @@ class Replica(TrainingState):
             values = self._values_in_train()
             copied = self.snapshot(self.tip, NoCompression(), (), self.options.at_tip, values=values)
             return Kept(copied, self.line.lineages)
+
+    def keep(self) -> str:
+        """Keep this state, which this peer leaves, see `Keeper.keep_copy`."""
+        return self.keeper.keep_copy(self.nbytes, self.exact_copy)
 
     @property
     def nbytes(self) -> int:
@@ -1061,7 +1094,6 @@ class Replica(TrainingState):
         """Continue from a tip, and from the line of a state dict."""
         self.line.take_over(line_to(tip, named.get("line", b"")), tip)
         self.tip = tip
-
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -42,10 +42,9 @@ from shoal.health.record import (
 )
 from shoal.interrupts import result_of
 from shoal.optim.epoch import Epoch
-from shoal.optim.epoch_round import this_machine
-from shoal.optim.progress import RunProgress
+from shoal.optim.pilot import Pilot
 from shoal.optim.reports import DownloadReport, EpochReport, Event, ForkReport
-from shoal.optim.run import Run
+from shoal.optim.terms import this_machine
 from shoal.p2p.errors import P2PError
 from shoal.p2p.release import RELEASE
 from shoal.swarm.protocol.messages import Terms
@@ -65,21 +64,21 @@ class Vitals:
     that both use, and is held only for short.
 
     Args:
-        run: this peer's part in the run.
-        tracker: counts the samples.
+        pilot: asks the run, and has its tracker.
         epoch: has the state.
         compares: whether peers with the same kind of machine hold the same parameters at the end of each epoch.
         counts_steps: whether an epoch ends after a number of inner steps, instead of samples.
     """
 
-    def __init__(self, run: Run, tracker: RunProgress, epoch: Epoch, *, compares: bool, counts_steps: bool) -> None:
-        self._run, self._tracker, self._epoch, self._compares = run, tracker, epoch, compares
+    def __init__(self, pilot: Pilot, epoch: Epoch, *, compares: bool, counts_steps: bool) -> None:
+        self._run, self._tracker, self._epoch, self._compares = pilot.run, pilot.tracker, epoch, compares
+        self._named = pilot.machine
         self._counts_steps = counts_steps
         self._lock = threading.Lock()
         self._started, self._number = get_dht_time(), 0
         self._release = printable(RELEASE, MAX_TEXT)
         self._device = printable(this_machine().partition(", ")[2], MAX_TEXT)
-        self._terms = _hash_of(run.swarm.peer.terms)
+        self._terms = _hash_of(pilot.run.swarm.peer.terms)
         self._machine = b""
         self._marks: dict[int, Mark] = {}  # by the number that divides the epoch
         self._ends: deque[float] = deque(maxlen=RECENT_EPOCHS + 1)  # the times at which epochs ended
@@ -110,7 +109,7 @@ class Vitals:
             self._failed(error)
 
     def _gather(self, event: Event) -> None:
-        tip, machine = self._epoch.applied, _prefix(self._epoch.machine.encode())
+        tip, machine = self._epoch.applied, _prefix(self._named.name.encode())
         with self._lock:
             match event:
                 case EpochReport():
@@ -167,7 +166,7 @@ class Vitals:
             device=self._device,
             role=swarm.me.role,
             terms=self._terms,
-            machine=self._machine or _prefix(self._epoch.machine.encode()),
+            machine=self._machine or _prefix(self._named.name.encode()),
             epoch=tip.epoch,
             samples_behind=tip.samples,
             newest=max(tip.epoch, all_peers.epoch),

@@ -29,13 +29,20 @@ class Batch:
     Attributes:
         samples: the number of samples; `.grad` is the mean over them.
         scaler: the scaler of the gradients, or None.
+        loss: in a cluster, the mean loss of the samples of all ranks, or None.
         closure: the closure of the samples, or None. If nobody has called it yet, the step that is made here calls it,
             and the gradients are those that it leaves.
     """
 
     samples: float
     scaler: GradScaler | None = None
+    loss: Loss | None = None
     closure: Closure | None = None
+
+    @classmethod
+    def of_ranks(cls, samples: float, loss: Loss | None) -> Batch:
+        """The batches of all ranks of a cluster, which have evaluated their closures."""
+        return cls(samples, loss=loss, closure=None if loss is None else Closure(None, loss))
 
 
 class Trained(Protocol):
@@ -85,6 +92,10 @@ class Work(ABC):
     """Whether the result of a round in the background may be applied now."""
     has_moved = False
     """Whether the model may have a drift that no round has averaged."""
+    wrapped: Optimizer
+    """The optimizer that the user has given."""
+    steps_at_once = False
+    """Whether each batch steps the wrapped optimizer, which may call the closure of the batch."""
     shares_state = True
     """Whether the step of an epoch is made by all peers alike, so that like peers have the same state after it."""
     is_at_start = False
@@ -102,11 +113,6 @@ class Work(ABC):
         self._optimizer, self._trained = optimizer, trained
         self._warned = False  # whether a warning has said that no parameter has a gradient
         self.loss: Loss | None = None
-
-    @property
-    @abstractmethod
-    def wrapped(self) -> Optimizer:
-        """The optimizer that the user has given."""
 
     @contextlib.contextmanager
     def of_wrapped(self) -> Iterator[None]:
@@ -194,24 +200,24 @@ class Work(ABC):
             log.info("the gradients overflowed (grad_scaler): they are not used")
             raise NotUsed
 
-    def skip(self) -> None:
+    def skip(self) -> None:  # noqa: B027
         """The batch of this step is not used, and stays in no sum."""
 
     @abstractmethod
     def reset(self) -> None:
         """Drop all that this rank has accumulated."""
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:  # noqa: B027
         """The next batches belong to `epoch`."""
 
-    def refuse_load(self) -> None:
+    def refuse_load(self) -> None:  # noqa: B027
         """Refuse to go on from a checkpoint that was loaded into the model alone, if that has no meaning.
 
         Raises:
             RuntimeError: if there is one. Nothing has changed then.
         """
 
-    def settle_load(self) -> None:
+    def settle_load(self) -> None:  # noqa: B027
         """What was loaded into the model belongs to the state now."""
 
     # -- into a round
@@ -252,7 +258,7 @@ class Work(ABC):
         """
         return samples, True
 
-    def take_back(self) -> None:
+    def take_back(self) -> None:  # noqa: B027
         """What was taken was in no round, and counts for the next one."""
 
     # -- out of a round
@@ -265,7 +271,7 @@ class Work(ABC):
         """What `remember` needs, if what this rank has accumulated shall outlast another state."""
         return []
 
-    def remember(self, kept: Sequence[Tensor] = ()) -> None:
+    def remember(self, kept: Sequence[Tensor] = ()) -> None:  # noqa: B027
         """The state is about to change without this rank's contribution, which is kept."""
 
     @abstractmethod
@@ -295,7 +301,7 @@ class Work(ABC):
         """
         self._trained.spread()
 
-    def use_theirs(self) -> None:
+    def use_theirs(self) -> None:  # noqa: B027
         """Another state has this rank's contribution to the last round already."""
 
     def restart(self, *, keeps: bool) -> None:
@@ -306,7 +312,7 @@ class Work(ABC):
         """
         self.reset()
 
-    def abandon(self, *, used: bool) -> None:
+    def abandon(self, *, used: bool) -> None:  # noqa: B027
         """The others have another state after the round, which this rank downloads."""
 
     # -- what peers compare
@@ -339,4 +345,3 @@ class Work(ABC):
             ours: what else the checkpoint has.
         """
         state.load_stepped(given)
-

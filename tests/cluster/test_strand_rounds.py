@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
-
 from shoal.optim.crew import Crew
-from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.strand_rounds import StrandRounds
+
+from shoal.optim.strand_averager import StrandAverager
 from shoal.swarm.protocol.errors import Behind
 
 

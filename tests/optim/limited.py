@@ -44,7 +44,7 @@ def main() -> None:
         (donor, giver), (model, taker) = made(dht, 0), made(dht, 1)
         donor(torch.ones(4, WIDTH)).square().mean().backward()
         giver.step(batch_size=4)
-        copy: Kept = giver._replica.exact_copy()
+        copy: Kept = giver._state.exact_copy()
         state = copy.as_downloaded(0)
         taker._run.donors = lambda: [dht.peer_id]
         taker._run.download = lambda *_, **__: state
@@ -58,7 +58,7 @@ def main() -> None:
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
             same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-            print(limit // MB, same, taker.local_epoch, len(taker._replica.optimizer.state), done, flush=True)
+            print(limit // MB, same, taker.local_epoch, len(taker._state.optimizer.state), done, flush=True)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), donor.parameters(), strict=True))
         taker.shutdown()
         giver.shutdown()

@@ -87,16 +87,16 @@ class Trainer:
         self.steps, self.weights, self.last = 0, dict[str, float](), 1 << 31
         self.calls = 0  # of `step`, of which a newcomer's first one downloads
         self.optimizer.optimizer.register_step_post_hook(self.made)
-        average = self.optimizer._epoch._round.average
+        average = self.optimizer._epoch._average
 
         def remembered(samples: float) -> Any:
             averaged = average(samples)
-            if averaged is not None and averaged.outcome is not None:
-                begin = averaged.outcome.begin
+            if averaged is not None and not averaged.is_alone:
+                begin = self.optimizer._epoch._pilot.averaged.outcome.begin
                 self.weights = {str(m.peer): w for m, w in zip(begin.members, begin.weights, strict=True)}
             return averaged
 
-        self.optimizer._epoch._round.average = remembered  # type: ignore[method-assign]
+        self.optimizer._epoch._average = remembered  # type: ignore[method-assign]
 
     def made(self, *_: Any) -> None:
         self.steps += 1
@@ -116,7 +116,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The anchor, the outer momentum, and how far the model is from the anchor."""
-        replica = self.optimizer._replica
+        replica = self.optimizer._state
         momentum = [t for t in replica.statistics("momentum_buffer") if t is not None]
         pairs = zip(replica.trained, replica.stepped, strict=True)
         return {
@@ -144,8 +144,7 @@ class Trainer:
             if self.is_scalar:
                 history.append([float(parameter.detach()) for parameter in self.model.parameters()])
             self.step(draw)
-        drift = self.optimizer._replica.drift
-        assert drift is not None
+        drift = self.optimizer._rounds.work
         say(event="end", history=history, steps=self.steps, calls=self.calls, pending=drift.samples, **self.state())
 
 

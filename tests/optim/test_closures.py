@@ -298,7 +298,7 @@ def test_a_closure_of_a_local_step_may_ask_for_the_state_and_newcomers_wait_for_
     optimizer = alone(model, batch_size_per_step=64, target_batch_size=10**6, use_local_updates=True, optimizer=Sam)
     optimizer.step(closure_of(model, optimizer, 0))
     copies: list[Any] = []
-    newcomer = threading.Thread(target=lambda: copies.append(optimizer._replica.copy_for_newcomer()))
+    newcomer = threading.Thread(target=lambda: copies.append(optimizer._state.copy_for_newcomer()))
     closure, within = closure_of(model, optimizer, 1), []
 
     def asking() -> Any:
@@ -312,7 +312,7 @@ def test_a_closure_of_a_local_step_may_ask_for_the_state_and_newcomers_wait_for_
     optimizer.step(asking)
     newcomer.join(30)
     (snapshot,) = copies
-    (memory,) = optimizer._replica.memory.flat
+    (memory,) = optimizer._state.memory.flat
     assert torch.equal(snapshot.buffers[0][: memory.numel()], memory)
 
 

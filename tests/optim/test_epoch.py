@@ -55,7 +55,7 @@ def begin(alone: Alone, **options: Any) -> tuple[torch.nn.Module, shoal.Optimize
 def test_average_and_step_in_the_background(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = begin(alone, delay_grad_averaging=True)
     epoch, start = optimizer._epoch, flat(model)
-    average, step = Gate(monkeypatch, epoch._round, "average"), Gate(monkeypatch, epoch, "_step")
+    average, step = Gate(monkeypatch, epoch, "_average"), Gate(monkeypatch, epoch, "_step")
     optimizer.step(batch_size=64)
     assert epoch.state is AVERAGING
     optimizer.step(batch_size=8)
@@ -98,7 +98,7 @@ def test_nothing_in_the_background(alone: Alone) -> None:
 def test_a_failure_is_tried_again_with_what_was_brought(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = begin(alone, delay_grad_averaging=True)
     epoch = optimizer._epoch
-    average = Gate(monkeypatch, epoch._round, "average")
+    average = Gate(monkeypatch, epoch, "_average")
     average.error = ArithmeticError("no average")
     average.opened.set()
     optimizer.step(batch_size=64)
@@ -120,7 +120,7 @@ def test_a_failure_is_tried_again_with_what_was_brought(alone: Alone, monkeypatc
 def test_another_state_ends_a_failure(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = begin(alone, delay_grad_averaging=True)
     saved = optimizer.state_dict()
-    average = Gate(monkeypatch, optimizer._epoch._round, "average")
+    average = Gate(monkeypatch, optimizer._epoch, "_average")
     average.error = ArithmeticError("no average")
     average.opened.set()
     optimizer.step(batch_size=64)
@@ -137,7 +137,7 @@ def test_others_that_are_past_the_epoch_are_no_failure(alone: Alone, monkeypatch
     epoch = optimizer._epoch
     synchronised: list[bool] = []
     monkeypatch.setattr(epoch, "_synchronise", lambda: synchronised.append(True))
-    average = Gate(monkeypatch, epoch._round, "average")
+    average = Gate(monkeypatch, epoch, "_average")
     average.error = Behind("the swarm is at epoch 5")
     average.opened.set()
     optimizer.step(batch_size=64)
@@ -154,7 +154,7 @@ def test_a_state_that_the_background_may_bring_is_not_downloaded(alone: Alone, m
     monkeypatch.setattr(type(optimizer._run.swarm), "behind", property(lambda run: better))
     assert epoch.is_behind
     assert epoch.priority() < 0
-    average = Gate(monkeypatch, epoch._round, "average")
+    average = Gate(monkeypatch, epoch, "_average")
     epoch._end_in_background(64.0)
     assert not epoch.is_behind
     assert epoch.priority() == 0

@@ -76,19 +76,19 @@ def test_eval_changes_the_model_and_nothing_else(mode: str, dht: shoal.DHT) -> N
                     continue
                 optimizer.settle()
                 wanted, before = averages(made), flat(model)
-                digest, samples = optimizer._replica.state_digest, optimizer.local_progress.samples_accumulated
+                digest, samples = optimizer._state.state_digest, optimizer.local_progress.samples_accumulated
                 optimizer.eval()
                 optimizer.train(False)  # again
                 assert torch.equal(flat(model), wanted)  # the same operation on the same numbers
                 assert torch.equal(wanted, before) == (step == 0)  # after one step, z is the average
                 with pytest.raises(RuntimeError, match=r"in eval\(\): call train\(\)"):
                     optimizer.step()
-                assert optimizer._replica.state_digest == digest
+                assert optimizer._state.state_digest == digest
                 assert optimizer.local_progress.samples_accumulated == samples
                 optimizer.train()
                 assert torch.equal(flat(model), before)  # put back
             optimizer.settle()
-            ends.append((flat(model), optimizer.local_epoch, optimizer._replica.state_digest))
+            ends.append((flat(model), optimizer.local_epoch, optimizer._state.state_digest))
     # The same steps from the same numbers. In the delayed modes, settling has changed when a result is applied.
     if "delayed" not in mode:
         assert torch.equal(ends[0][0], ends[1][0])
@@ -107,7 +107,7 @@ def test_a_newcomer_gets_what_train_mode_has(dht: shoal.DHT) -> None:
             assert torch.equal(flat(guest[0]), in_train)  # sent exactly
             guest[1].train()  # it is in train mode already, as the state is
             assert torch.equal(flat(guest[0]), in_train)
-            assert guest[1]._replica.state_digest == optimizer._replica.state_digest
+            assert guest[1]._state.state_digest == optimizer._state.state_digest
             guest[1].eval()
             in_eval = flat(guest[0])
             assert torch.equal(in_eval, flat(model))  # the same operation on the same numbers
@@ -133,7 +133,7 @@ def test_a_round_in_eval_mode_is_made_without_this_peer(dht: shoal.DHT) -> None:
                 train(two, range(step, step + 1))
         assert two[1].local_epoch == one[1].local_epoch
         assert torch.equal(flat(two[0]), flat(one[0]))  # downloaded exactly
-        assert not two[1]._replica.is_in_eval
+        assert not two[1]._state.is_in_eval
 
 
 @pytest.mark.parametrize("mode", ["at once", "on the host", "outer"])
@@ -157,11 +157,11 @@ def test_a_checkpoint_of_either_mode(mode: str, saved_in: str, dht: shoal.DHT) -
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         assert torch.equal(flat(model), shown)
-        assert optimizer._replica.is_in_eval == (saved_in == "eval")
+        assert optimizer._state.is_in_eval == (saved_in == "eval")
         optimizer.train()
         assert optimizer.local_epoch == (2 if mode == "outer" else 4)
         if mode != "outer":
-            assert optimizer._replica.copy_for_newcomer().tip == optimizer._replica.tip  # it is what the digest says
+            assert optimizer._state.copy_for_newcomer().tip == optimizer._state.tip  # it is what the digest says
         train(made, range(4, 8))
         # A lerp to x and back: an error of an ulp of each operand, divided by beta twice; then four like steps.
         tolerance = 0.0 if saved_in == "train" else 2e-6
@@ -178,7 +178,7 @@ def test_what_is_loaded_ends_eval_mode(dht: shoal.DHT) -> None:
         optimizer.eval()
         model.load_state_dict(kept)
         optimizer.load_state_dict(saved)
-        assert not optimizer._replica.is_in_eval
+        assert not optimizer._state.is_in_eval
         train((model, optimizer), range(2, 4))  # it is in train mode, as the state that was loaded
 
 
@@ -198,12 +198,12 @@ def test_after_the_run(mode: str, dht: shoal.DHT) -> None:
 
 def test_options_that_they_change_are_not_compared(dht: shoal.DHT) -> None:
     with run(dht) as (_, optimizer):
-        assert b"train_mode" in optimizer._replica.options.own(0)
+        assert b"train_mode" in optimizer._state.options.own(0)
         optimizer.train()
-        assert b"train_mode" not in optimizer._replica.options.own(0)
-        assert optimizer._replica.options.at_tip[0]["train_mode"] is True
+        assert b"train_mode" not in optimizer._state.options.own(0)
+        assert optimizer._state.options.at_tip[0]["train_mode"] is True
         optimizer.eval()
-        assert optimizer._replica.options.at_tip[0]["train_mode"] is True  # what newcomers get
+        assert optimizer._state.options.at_tip[0]["train_mode"] is True  # what newcomers get
         with pytest.raises(AttributeError, match="'Optimizer' object has no attribute 'tran'"):
             optimizer.tran()
 
@@ -233,7 +233,7 @@ def test_a_state_that_eval_changes_is_not_given(dht: shoal.DHT) -> None:
         train((model, optimizer), range(2))
         optimizer.eval()
         with pytest.raises(Exception, match=r"eval\(\) of this peer's optimizer has changed its state"):
-            optimizer._replica.copy_for_newcomer()
+            optimizer._state.copy_for_newcomer()
 
 
 @pytest.mark.parametrize("mode", ["at once", "delayed"])
@@ -294,4 +294,4 @@ def test_a_plain_state_of_eval_mode_becomes_another_state_at_train(dht: shoal.DH
         tip = optimizer.tip
         optimizer.train()
         assert optimizer.tip != tip  # the parameters are not those that were loaded
-        assert optimizer._replica.copy_for_newcomer().tip == optimizer._replica.tip
+        assert optimizer._state.copy_for_newcomer().tip == optimizer._state.tip

@@ -94,7 +94,7 @@ def test_both_sides_of_a_fork_are_told_and_what_is_left_is_kept(
 
 def test_an_ancestor_is_no_fork(pair: tuple[Peer, Peer], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = pair
-    line = first.optimizer._replica.line.lineages
+    line = first.optimizer._state.line.lineages
     saved = state_of(first, lineage=line[1], samples=64.0)
     saved["state"]["local_epoch"] = 1  # nobody has the round that followed: it is not replayed
     second.optimizer.load_state_dict(saved)
@@ -112,7 +112,7 @@ def test_a_newcomer_leaves_nothing(pair: tuple[Peer, Peer]) -> None:
     second.step(8)
     first.step(8)
     assert second.optimizer.tip == first.optimizer.tip
-    assert second.optimizer._replica.line.lineages == first.optimizer._replica.line.lineages
+    assert second.optimizer._state.line.lineages == first.optimizer._state.line.lineages
     assert first.forks == second.forks == []
 
 
@@ -124,6 +124,7 @@ def test_a_member_that_makes_up_states_is_told_of_a_few_times(
     for _ in range(20):
         tips = [(liar, Tip(2, os.urandom(32), 1.0)) for _ in range(50)]
         first.optimizer._run.swarm.peer.tips.extend(tips)
-        first.optimizer._epoch._forks.look([])
+        state = first.optimizer._state
+        first.optimizer._epoch._pilot.forks.look(state.tip, state.line, [])
     assert 0 < len(first.forks) <= TOLD
     assert caplog.text.count("the run has forked: ") == len(first.forks)

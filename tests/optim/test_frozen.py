@@ -149,7 +149,7 @@ def test_a_state_that_an_older_release_kept_is_loaded(first: shoal.DHT, tmp_path
     model, fresh = Adapted(), Adapted()
     older = make(first, model, frozen_parameters="send", **MODES[mode])
     train(model, older, 2)
-    Keeper(tmp_path, b"").keep(older._replica.exact_copy())
+    Keeper(tmp_path, b"").keep(older._state.exact_copy())
     [path] = tmp_path.iterdir()
     shared = [tensor.clone() for tensor in one_of(older)]
     older.shutdown()

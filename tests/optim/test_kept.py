@@ -38,15 +38,15 @@ def test_a_file_brings_back_all_of_a_state(alone: Alone, tmp_path: Path) -> None
     model, made = trained(alone, 3)
     keeper, other = Keeper(tmp_path / "new", ME), Keeper(tmp_path / "new", b"\1" * 32)
     assert not (tmp_path / "new").exists()
-    other.keep(made._replica.exact_copy())
-    keeper.keep(made._replica.exact_copy())
+    other.keep(made._state.exact_copy())
+    keeper.keep(made._state.exact_copy())
     saved, tip = flat(model).clone(), made.tip
     for epoch in range(3, 5):
         backward(model, *fixed_batch(epoch))
         made.step(batch_size=64)
         made.zero_grad()
     after = flat(model).clone()
-    where = keeper.keep(made._replica.exact_copy())
+    where = keeper.keep(made._state.exact_copy())
     assert len(list((tmp_path / "new").iterdir())) == 2, "one for each peer"
     assert str(tmp_path / "new") in where
     (path,) = (tmp_path / "new").glob("left-0101*.pt")
@@ -64,7 +64,7 @@ def test_a_file_brings_back_all_of_a_state(alone: Alone, tmp_path: Path) -> None
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_what_is_kept_is_found_by_a_pin(alone: Alone, tmp_path: Path, on_disk: bool) -> None:
     _, made = trained(alone, 3)
-    copy = made._replica.exact_copy()
+    copy = made._state.exact_copy()
     keeper = Keeper(tmp_path if on_disk else None, ME)
     assert keeper.find(pin_of(copy)) is None
     keeper.keep(copy)

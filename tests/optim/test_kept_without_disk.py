@@ -96,13 +96,13 @@ def test_it_stays_in_memory_and_a_file_from_before_on_the_disk(
     folder = tmp_path / "kept"
     keeper = Keeper(folder, ME)
     model, made = trained(alone, 1, width=100)
-    before = made._replica.exact_copy()
+    before = made._state.exact_copy()
     files = []
     if earlier:
         keeper.keep(before)
         files = list(folder.iterdir())
     train(model, made, 1)
-    state = made._replica.exact_copy()
+    state = made._state.exact_copy()
     with BROKEN[kind](folder) as why:
         said = keeper.keep(state)
     assert "in this peer's memory until its process ends, because" in said
@@ -124,7 +124,7 @@ def test_it_is_lost_if_it_is_more_than_a_quarter_of_what_is_free(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, made = trained(alone, 1, width=100)
-    state = made._replica.exact_copy()
+    state = made._state.exact_copy()
     nbytes = sum(buffer.nbytes for buffer in state.snapshot.buffers)
     keeper = Keeper(tmp_path, ME)
     with no_space(tmp_path):
@@ -145,7 +145,7 @@ def test_the_log_says_where_it_is_and_the_user_gets_it_back(
     _, giver = trained(alone, 4)
     model, made = trained(alone, 2, width=20, kept_state_dir=tmp_path / "kept")
     tip, mine = made.tip, flat(model).clone()
-    others = found(made, giver._replica.exact_copy(), keeps=True)
+    others = found(made, giver._state.exact_copy(), keeps=True)
     with a_file_in_its_place(tmp_path / "kept"):
         assert made.load_state_from_peers()
     others.undo()
@@ -168,7 +168,7 @@ def test_what_is_lost_has_no_way_back(alone: Alone, monkeypatch: pytest.MonkeyPa
     _, giver = trained(alone, 4)
     _, made = trained(alone, 2)
     monkeypatch.setattr(kept, "free_memory", lambda: 0)
-    found(made, giver._replica.exact_copy(), keeps=True)
+    found(made, giver._state.exact_copy(), keeps=True)
     assert made.load_state_from_peers()
     (said,) = [record.getMessage() for record in caplog.records if "has left its state" in record.getMessage()]
     assert "is lost, for its" in said
@@ -182,7 +182,7 @@ def test_a_disk_that_is_full(alone: Alone, tmp_path: Path) -> None:
         pytest.skip(f"this machine mounts no tmpfs: {mounted.stderr.decode().strip()}")
     try:
         _, made = trained(alone, 1, width=200)
-        keeper, state = Keeper(tmp_path / "kept", ME), made._replica.exact_copy()
+        keeper, state = Keeper(tmp_path / "kept", ME), made._state.exact_copy()
         assert "could not be written: No space left on device (Optimizer.load_kept_state()" in keeper.keep(state)
         assert keeper.in_memory is state
         assert not list((tmp_path / "kept").iterdir())

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from shoal.optim.distributed_checkpoint import rest_of
 
 from shoal.compression import NoCompression
 from shoal.optim import tree
 from shoal.optim.contents import device_of
-from shoal.optim.distributed_checkpoint import rest_of
 from shoal.optim.state import TrainingState
 from shoal.optim.tree import _Kind
 from tests.optim.conftest import Alone
@@ -126,5 +126,5 @@ def test_what_a_checkpoint_of_strands_can_not_have_is_refused_by_name() -> None:
 
 def test_a_newcomer_takes_as_much_as_it_was_told(alone: Alone) -> None:
     given = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "target_batch_size": 8}
-    assert alone(make_model(), max_state_bytes=1 << 33, **given)._replica.max_nbytes == 1 << 33
-    assert alone(make_model(), **given)._replica.max_nbytes < 1 << 33
+    assert alone(make_model(), max_state_bytes=1 << 33, **given)._state.max_nbytes == 1 << 33
+    assert alone(make_model(), **given)._state.max_nbytes < 1 << 33

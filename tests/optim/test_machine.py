@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.optim.epoch_round import Machine
+from shoal.optim.machine import Machine
 
 ME, OTHER = bytes(range(32)), bytes(range(1, 33))
 

@@ -18,7 +18,6 @@ import shoal
 from shoal.optim import epoch, state_averager
 from shoal.optim.kept import Kept
 from shoal.optim.state import TrainingState
-from shoal.optim.strand_replica import StrandReplica
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 from tests.optim.conftest import Alone
@@ -81,9 +80,9 @@ def plain(value: Any) -> Any:
 
 
 def everything(model: nn.Module, optimizer: Any) -> Any:
-    extras = optimizer._replica.extra_tensors
-    own = plain([list(model.parameters()), extras, optimizer._replica.parameters])
-    return own, plain(optimizer.state_dict()), optimizer.tip, optimizer._replica.state_digest
+    extras = optimizer._state.extra_tensors
+    own = plain([list(model.parameters()), extras, optimizer._state.parameters])
+    return own, plain(optimizer.state_dict()), optimizer.tip, optimizer._state.state_digest
 
 
 def found(optimizer: shoal.Optimizer, state: Kept | Downloaded, *, keeps: bool = False) -> pytest.MonkeyPatch:
@@ -91,7 +90,7 @@ def found(optimizer: shoal.Optimizer, state: Kept | Downloaded, *, keeps: bool =
     patch = pytest.MonkeyPatch()
     patch.setattr(optimizer._run, "donors", lambda: [optimizer.dht.peer_id])
     if not keeps:
-        patch.setattr(optimizer._epoch._forks, "leave", lambda *_: None)
+        patch.setattr(optimizer._epoch._pilot.forks, "leave", lambda *_: None)
     given = state.as_downloaded(0) if isinstance(state, Kept) else state
     patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: given)
     return patch
@@ -119,14 +118,14 @@ def check_all_or_nothing(model: nn.Module, optimizer: shoal.Optimizer, load: Cal
 @pytest.mark.parametrize("mode", MODES)
 def test_all_memory_is_there_before_anything_changes(alone: Alone, mode: str, steps: int) -> None:
     _, giver = trained(alone, 9, **MODES[mode])
-    state = giver._replica.exact_copy()
+    state = giver._state.exact_copy()
     model, optimizer = trained(alone, steps, seed=1, **MODES[mode])
     found(optimizer, state)
     count = check_all_or_nothing(model, optimizer, optimizer.load_state_from_peers)
     assert optimizer.tip == giver.tip
-    assert optimizer._replica.digest() == giver._replica.digest()
-    kept = optimizer._replica.optimizer.state_dict()["state"]
-    assert plain(kept) == plain(giver._replica.optimizer.state_dict()["state"])
+    assert optimizer._state.digest() == giver._state.digest()
+    kept = optimizer._state.optimizer.state_dict()["state"]
+    assert plain(kept) == plain(giver._state.optimizer.state_dict()["state"])
     assert count or steps, "a newcomer needs memory for statistics"
     train(model, optimizer, 9)
 
@@ -135,7 +134,7 @@ def test_all_memory_is_there_before_anything_changes(alone: Alone, mode: str, st
 def test_a_drift_that_others_may_have_is_given_up_with_the_load(alone: Alone, mode: str) -> None:
     _, giver = trained(alone, 9, **MODES[mode])
     model, optimizer = trained(alone, 6, seed=1, **MODES[mode])
-    found(optimizer, giver._replica.exact_copy()).setattr(optimizer._epoch._round, "may_be_in", lambda _: True)
+    found(optimizer, giver._state.exact_copy()).setattr(optimizer._epoch._pilot, "may_be_in", lambda _: True)
     assert check_all_or_nothing(model, optimizer, optimizer.load_state_from_peers)
     assert optimizer.tip == giver.tip
 
@@ -144,7 +143,7 @@ def test_a_cluster_of_strands_loads_all_of_them_or_none(alone: Alone) -> None:
     donor, newcomer = Net(300), Net(300)
     giver, taker = made_with_strands(alone, donor), made_with_strands(alone, newcomer, run_id="s")
     train_strands(donor, giver, 3)
-    replica, of_giver = taker._replica, giver._replica
+    replica, of_giver = taker._state, giver._state
     assert isinstance(replica, StrandReplica)
     assert isinstance(of_giver, StrandReplica)
     strands = {}
@@ -187,12 +186,12 @@ def test_what_another_rank_can_not_load_is_loaded_by_none(alone: Alone, answer: 
     donor, newcomer = Net(), Net()
     giver, taker = made_with_strands(alone, donor), made_with_strands(alone, newcomer, run_id="s")
     train_strands(donor, giver, 1)
-    replica = taker._replica
+    replica = taker._state
     assert isinstance(replica, StrandReplica)
     strands = {}
     for number in range(4):
-        part = giver._replica.part(number)  # type: ignore[attr-defined]
-        copy = giver._replica.snapshot(giver._replica.tip, shoal.compression.NoCompression(), part=part)
+        part = giver._state.part(number)  # type: ignore[attr-defined]
+        copy = giver._state.snapshot(giver._state.tip, shoal.compression.NoCompression(), part=part)
         strands[number] = Kept(copy, ()).as_downloaded(0)
     replica._downloaded = strands
     before = everything(newcomer, taker)
@@ -212,7 +211,7 @@ def test_a_step_goes_on_after_one_warning(
 ) -> None:
     _, giver = trained(alone, 4)
     model, optimizer = trained(alone, 1, seed=1)
-    others = found(optimizer, giver._replica.exact_copy())
+    others = found(optimizer, giver._state.exact_copy())
 
     def fails(*_: Any) -> Iterator[None]:
         raise error
@@ -226,7 +225,7 @@ def test_a_step_goes_on_after_one_warning(
     others.undo()
     train(model, optimizer, 1)
     assert optimizer.local_epoch == 2
-    found(optimizer, giver._replica.exact_copy())
+    found(optimizer, giver._state.exact_copy())
     monkeypatch.undo()
     optimizer._epoch._synchronise()
     assert optimizer.tip == giver.tip
@@ -235,7 +234,7 @@ def test_a_step_goes_on_after_one_warning(
 def test_another_error_is_no_lack_of_memory(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     _, giver = trained(alone, 4)
     _, optimizer = trained(alone, 0, seed=1)
-    found(optimizer, giver._replica.exact_copy())
+    found(optimizer, giver._state.exact_copy())
 
     def fails(*_: Any) -> None:
         raise RuntimeError("a bug")
@@ -248,7 +247,7 @@ def test_another_error_is_no_lack_of_memory(alone: Alone, monkeypatch: pytest.Mo
 def test_what_has_arrived_is_given_back(alone: Alone) -> None:
     _, giver = trained(alone, 4)
     _, optimizer = trained(alone, 0, seed=1)
-    states = [giver._replica.exact_copy().as_downloaded(0)]
+    states = [giver._state.exact_copy().as_downloaded(0)]
     arrived = weakref.ref(states[0].buffers[0])
 
     with pytest.MonkeyPatch.context() as patch:
@@ -266,15 +265,15 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
 
 def test_a_kept_state_without_memory_is_loaded_later(alone: Alone, tmp_path: Any) -> None:
     model, optimizer = trained(alone, 3)
-    copy = optimizer._replica.exact_copy()
-    keeper = optimizer._epoch._forks._keeper
+    copy = optimizer._state.exact_copy()
+    keeper = optimizer._state.keeper
     keeper.keep(copy)
     train(model, optimizer, 3)
-    optimizer._replica.optimizer.state.clear()
+    optimizer._state.optimizer.state.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer._epoch._forks, "leave", lambda *_: None)
+        patch.setattr(optimizer._epoch._pilot.forks, "leave", lambda *_: None)
         assert check_all_or_nothing(model, optimizer, optimizer.load_kept_state)
-    assert optimizer._replica.tip == copy.snapshot.tip
+    assert optimizer._state.tip == copy.snapshot.tip
 
 
 def test_a_state_that_can_not_be_copied_is_lost_and_the_download_goes_on(
@@ -282,7 +281,7 @@ def test_a_state_that_can_not_be_copied_is_lost_and_the_download_goes_on(
 ) -> None:
     _, giver = trained(alone, 9)
     _, optimizer = trained(alone, 5, seed=1, kept_state_dir=tmp_path)
-    found(optimizer, giver._replica.exact_copy(), keeps=True)
+    found(optimizer, giver._state.exact_copy(), keeps=True)
     with Lack(1):
         assert optimizer.load_state_from_peers()
     assert optimizer.tip == giver.tip
@@ -308,7 +307,7 @@ def test_a_state_averager_loads_all_or_nothing(alone: Alone, dht: shoal.DHT, mon
     averager = state_averager.TrainingStateAverager(
         dht=dht, prefix="own", optimizer=torch.optim.AdamW(model.parameters()), start=False, initialize_optimizer=False
     )
-    state = giver._replica.exact_copy().as_downloaded(0)
+    state = giver._state.exact_copy().as_downloaded(0)
     before = plain(list(model.parameters()))
     with pytest.raises(AveragingError, match="there is no memory"), Lack(1):
         averager._state.load(state)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from shoal.optim.drift import Drift
+from shoal.optim.pilot import Averaged, Ended
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -21,7 +23,6 @@ from shoal.flat import holders_of
 from shoal.integrations.terms import Terms
 from shoal.optim import drift
 from shoal.optim.drift import fragments_of, layers_of
-from shoal.optim.epoch_round import Averaged
 from shoal.optim.exact_norm import norm_of
 from shoal.optim.kept import Kept
 from shoal.p2p.identity import PeerID
@@ -161,7 +162,7 @@ def test_a_model_of_few_bits_has_an_anchor_of_float32(alone: Alone) -> None:
         alone, model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-9),
         outer=shoal.DiLoCo(inner_steps=2, optimizer=shoal.outer.SGD(lr=1e-3)),
     )  # fmt: skip
-    anchors = optimizer._replica.stepped
+    anchors = optimizer._state.stepped
     assert all(anchor.dtype is torch.float32 for anchor in anchors)
     step(model, optimizer, 0)  # before its first step, other weights are a new beginning
     with torch.no_grad():
@@ -187,7 +188,7 @@ def test_the_scheduler_follows_the_runs_inner_progress(alone: Alone, inner_steps
         assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE / (1 + made))
         step(model, optimizer, number)
     drift = optimizer._epoch._drift
-    assert drift is not None
+    assert isinstance(drift, Drift)
     drift.begin(50)  # as after a download
     assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE / (1 + (50 * 4 + 2 if inner_steps else 50)))
     drift.begin(1)
@@ -288,7 +289,7 @@ def other_state(alone: Alone, epochs: int = 2, **arguments: Any) -> Kept:
     while optimizer.local_epoch < epochs:
         step(model, optimizer, number)
         number += 1
-    return optimizer._replica.exact_copy()
+    return optimizer._state.exact_copy()
 
 
 def download(optimizer: shoal.Optimizer, found: Kept) -> bool:
@@ -301,7 +302,7 @@ def download(optimizer: shoal.Optimizer, found: Kept) -> bool:
 
 
 def anchor_of(optimizer: shoal.Optimizer) -> torch.Tensor:
-    return torch.cat([anchor.detach().reshape(-1) for anchor in optimizer._replica.stepped])
+    return torch.cat([anchor.detach().reshape(-1) for anchor in optimizer._state.stepped])
 
 
 @pytest.mark.parametrize(
@@ -328,29 +329,29 @@ def test_a_step_without_samples_leaves_the_other_fragments_where_they_are(alone:
     optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, fragments=2))
     for number in range(2):
         step(model, optimizer, number)
-    drift = optimizer._replica.drift
-    assert drift is not None
+    drift = optimizer._rounds.work
+    assert isinstance(drift, Drift)
     before = flat(model) - anchor_of(optimizer)
     drift.close()  # as where the others' round is due
     drift.remember()
     with torch.no_grad():
-        for anchor in optimizer._replica.stepped:
+        for anchor in optimizer._state.stepped:
             anchor.add_(1.0)
-    drift.apply(used=False)
+    drift.apply(used=False, is_accumulating=False)
     torch.testing.assert_close(flat(model) - anchor_of(optimizer), before, rtol=1e-4, atol=1e-6)
 
 
 def test_steps_during_a_round_that_took_nothing_of_this_peer_stay(alone: Alone) -> None:
     model = make_model()
     optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, overlap="free"))
-    drift = optimizer._replica.drift
-    assert drift is not None
-    optimizer._replica.take_over()
+    drift = optimizer._rounds.work
+    assert isinstance(drift, Drift)
+    optimizer._state.take_over()
     drift.close()
     drift.go_on()
     drift.remember()  # in the thread that steps the anchor, before the next inner step
     with torch.no_grad():
-        for anchor in optimizer._replica.stepped:
+        for anchor in optimizer._state.stepped:
             anchor.add_(1.0)
     before = flat(model).clone()
     inputs, outputs = fixed_batch(0)
@@ -384,12 +385,13 @@ def test_what_is_in_the_others_state_is_not_brought_again_where_that_can_not_be_
     for number in range(3):
         step(model, optimizer, number)
     mine = PeerID(optimizer._run.me)
-    elsewhere = Averaged(optimizer._replica.tip, None, b"", (mine,))
+    optimizer._epoch._pilot.averaged = Averaged(optimizer._state.tip, None, b"", (mine,))
+    elsewhere = Ended(optimizer._state.tip, b"", None, with_state=False, used=True, is_unlike=True, is_alone=False)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer._epoch._round, "average", lambda _: elsewhere)
+        patch.setattr(optimizer._epoch, "_average", lambda _: elsewhere)
         step(model, optimizer, 3)
     assert torch.equal(flat(model), anchor_of(optimizer))
-    assert optimizer._epoch._accumulation.samples == 0
+    assert optimizer._epoch._work.samples == 0
 
 
 def test_a_part_that_may_be_in_a_round_takes_only_its_fragment_along(
@@ -398,11 +400,11 @@ def test_a_part_that_may_be_in_a_round_takes_only_its_fragment_along(
     model, outer = make_model(), shoal.DiLoCo(inner_steps=4, fragments=2)
     optimizer = make(alone, model, outer=outer)
     step(model, optimizer, 0)
-    drift, found = optimizer._replica.drift, other_state(alone, outer=outer)
-    assert drift is not None
+    drift, found = optimizer._rounds.work, other_state(alone, outer=outer)
+    assert isinstance(drift, Drift)
     drift.close()  # for a round of which this peer does not hear the end
     before = flat(model) - anchor_of(optimizer)
-    monkeypatch.setattr(optimizer._epoch._round, "may_be_in", lambda _: True)
+    monkeypatch.setattr(optimizer._epoch._pilot, "may_be_in", lambda _: True)
     assert download(optimizer, found)
     after = flat(model) - anchor_of(optimizer)
     sizes = [parameter.numel() for parameter in model.parameters()]
@@ -418,7 +420,7 @@ def test_samples_of_a_failed_round_count_in_the_next(
 ) -> None:
     model = make_model()
     optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, overlap=overlap, mix="keep"))
-    average, brought, fails = optimizer._epoch._round.average, [], [True]
+    average, brought, fails = optimizer._epoch._average, [], [True]
 
     def averaged(samples: float) -> Any:
         if fails:
@@ -430,7 +432,7 @@ def test_samples_of_a_failed_round_count_in_the_next(
         brought.append(samples)
         return result
 
-    monkeypatch.setattr(optimizer._epoch._round, "average", averaged)
+    monkeypatch.setattr(optimizer._epoch, "_average", averaged)
     number = 0
     while optimizer.local_epoch < 3 and number < 40:
         step(model, optimizer, number)
@@ -438,8 +440,8 @@ def test_samples_of_a_failed_round_count_in_the_next(
         if ending is not None:
             wait([ending.result])
         number += 1
-    drift = optimizer._replica.drift
-    assert drift is not None
+    drift = optimizer._rounds.work
+    assert isinstance(drift, Drift)
     assert sum(brought) + drift.samples + (0 if optimizer._epoch.is_busy else drift._in_flight[0]) == number * 16
 
 
@@ -458,12 +460,12 @@ def test_frozen_parameters_are_of_the_state(alone: Alone, way: str) -> None:
     for number in range(4):
         step(donor, giver, number)
     if way == "download":
-        assert download(taker, giver._replica.exact_copy())
+        assert download(taker, giver._state.exact_copy())
     else:
         newcomer.load_state_dict(donor.state_dict())
         taker.load_state_dict(giver.state_dict())
     assert torch.equal(flat(donor), flat(newcomer))
-    assert taker._replica.state_digest == giver._replica.state_digest
+    assert taker._state.state_digest == giver._state.state_digest
 
 
 def test_a_lossy_download_is_made_up_for_by_averaging_the_anchors(alone: Alone) -> None:
@@ -515,8 +517,8 @@ def test_a_checkpoint_has_the_rate_of_any_scheduler(alone: Alone, kind: str) -> 
     assert rate(again) == pytest.approx(rate(optimizer), rel=1e-12)
     optimizer.load_state_dict(optimizer.state_dict())
     assert rate(again) == pytest.approx(rate(optimizer), rel=1e-12)
-    drift = again._replica.drift
-    assert drift is not None
+    drift = again._rounds.work
+    assert isinstance(drift, Drift)
     drift.begin(0)
     drift.begin(2)
     assert rate(again) == pytest.approx(rate(optimizer), rel=1e-12)
@@ -587,7 +589,7 @@ STEPS_ON_ANY_PROCESSOR = """
 import random, torch
 from blake3 import blake3
 from shoal.flat import bytes_of
-from shoal.optim.accumulator import clip
+from shoal.optim.accumulator import factor_of
 from shoal.optim.exact_norm import norm_of
 from shoal.outer import Nesterov
 draw, hasher = random.Random(0), blake3()
@@ -598,7 +600,7 @@ for dtype in (torch.float32, torch.float64):
     outer = Nesterov(lr=0.7)(anchors)
     for _ in range(3):
         drifts = [of(size) for size in sizes]
-        clip(drifts, 0.3, norm_of=norm_of)
+        torch._foreach_mul_(drifts, factor_of(norm_of(drifts), 0.3))
         for anchor, drift in zip(anchors, drifts):
             anchor.grad = drift
         outer.step()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim.grad_averager import AveragerGradients
+from shoal.optim.rounds import AveragerRounds
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
 
@@ -60,9 +60,9 @@ def epoch_of(pair: list[tuple[torch.nn.Module, shoal.Optimizer]], epoch: int) ->
         list(pool.map(steps, range(2)))
 
 
-def own_gradients(optimizer: shoal.Optimizer) -> AveragerGradients:
-    assert isinstance(optimizer._gradients, AveragerGradients)
-    return optimizer._gradients
+def own_gradients(optimizer: shoal.Optimizer) -> AveragerRounds:
+    assert isinstance(optimizer._rounds, AveragerRounds)
+    return optimizer._rounds
 
 
 def plain(epochs: int) -> torch.Tensor:

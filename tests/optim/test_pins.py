@@ -198,7 +198,7 @@ def test_a_newcomer_waits_for_the_pinned_state_and_rewind_goes_back(club: Club) 
             hear(club.owner.pin(first, None, time.time()))
             step()
             assert epoch_of(made.tip) == 3
-            assert made._replica.tip.pin > 0
+            assert made._state.tip.pin > 0
             saved = made.state_dict()
             # A state that nobody holds: it goes on from its own, for it is no newcomer.
             unknown = f"7:100:{'ab' * 32}"
@@ -214,7 +214,7 @@ def test_a_newcomer_waits_for_the_pinned_state_and_rewind_goes_back(club: Club) 
         )  # fmt: skip
         try:
             made.load_state_dict(saved)
-            assert made._replica.tip.pin == 0
+            assert made._state.tip.pin == 0
             step()
             assert epoch_of(made.tip) == 4
         finally:

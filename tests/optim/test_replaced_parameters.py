@@ -301,4 +301,4 @@ def test_the_same_memory_with_other_strides_or_another_shape(alone: Alone, mode:
         torch.testing.assert_close(model.weight, plain.weight)
     model.weight.data = model.weight.data[:2]
     with pytest.raises(ValueError, match=r"'weight'.* is float32 of shape \(2, 4\)"):
-        optimizer._replica.take_over()
+        optimizer._state.take_over()

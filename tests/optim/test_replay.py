@@ -71,7 +71,7 @@ class Peer:
 
     def state(self) -> dict[str, Any]:
         """All that must be equal at all peers; with an outer optimizer, that of the anchor."""
-        replica = self.optimizer._replica
+        replica = self.optimizer._state
         tensors = {f"parameter {n}": p.detach().clone() for n, p in enumerate(replica.stepped)}
         is_local = self.optimizer.use_local_updates
         for parameter, stepped in enumerate(replica.stepped):
@@ -161,11 +161,11 @@ def test_options_are_those_of_the_last_epoch_and_inner_steps_survive() -> None:
         assert late.optimizer.outer_optimizer.param_groups[0]["lr"] == 0.3
         torch.testing.assert_close(flat(late.model) - anchor(late), drift, rtol=1e-4, atol=1e-6)
         assert drift.abs().max() > 0
-        assert late.optimizer._epoch._accumulation.samples == 16
+        assert late.optimizer._epoch._work.samples == 16
 
 
 def anchor(peer: Peer) -> torch.Tensor:
-    return torch.cat([anchor.detach().reshape(-1) for anchor in peer.optimizer._replica.stepped])
+    return torch.cat([anchor.detach().reshape(-1) for anchor in peer.optimizer._state.stepped])
 
 
 def catch_up(peer: Peer, epoch: int) -> None:

@@ -233,7 +233,7 @@ def test_no_download_and_no_kept_state_calls_any(alone: Alone, mode: str) -> Non
             assert second.load_state_from_peers()
             assert second.tip == first.tip
             if mode != "strands":
-                first._replica.exact_copy()
+                first._state.exact_copy()
         finally:
             second.shutdown()
     assert called == []

@@ -211,7 +211,7 @@ def test_peers_compare_the_members(alone: Alone, monkeypatch: pytest.MonkeyPatch
         compared.append(agreed)
         return Terms(agreed, schema)
 
-    monkeypatch.setattr("shoal.optim.epoch_round.Terms", recorded)
+    monkeypatch.setattr("shoal.optim.terms.Terms", recorded)
     alone(make_model(), optimizer=by_shape(torch.optim.AdamW), target_batch_size=8)
     assert compared[0]["optimizer"] == "Together(Muon, AdamW)"
 

@@ -151,7 +151,7 @@ def test_what_is_written_into_frozen_parameters_stays(alone: Alone, mode: str) -
         go(model, optimizer, 3, by=1.0)
         optimizer.state_dict()
         assert_all(nn.ParameterList([model[0].weight]), number)
-    assert mode != "diloco" or torch.equal(optimizer._replica._not_stepped[0], model[0].weight)
+    assert mode != "diloco" or torch.equal(optimizer._state._not_stepped[0], model[0].weight)
 
 
 # -- an outer optimizer
@@ -275,8 +275,8 @@ def test_the_digest_is_of_what_the_step_made_in_every_mode(alone: Alone) -> None
             if optimizer.reuse_grad_buffers:
                 for parameter in model.parameters():
                     parameter.grad = None
-            optimizer._replica.take_over()
-            digests.append(optimizer._replica.state_digest)
+            optimizer._state.take_over()
+            digests.append(optimizer._state.state_digest)
         told.append(digests)
     assert told.count(told[0]) == len(told)
 
@@ -284,11 +284,11 @@ def test_the_digest_is_of_what_the_step_made_in_every_mode(alone: Alone) -> None
 def test_the_first_round_tells_of_what_was_written_before_it(alone: Alone) -> None:
     model = nn.Linear(3, 2)
     optimizer = make(alone, model)
-    before = optimizer._replica.state_digest
+    before = optimizer._state.state_digest
     WRITES["numpy"](model, values_of(model, 3))
     optimizer.step(batch_size=0)
-    assert optimizer._replica.state_digest != before
-    assert optimizer._replica.state_digest == optimizer._replica.digest()
+    assert optimizer._state.state_digest != before
+    assert optimizer._state.state_digest == optimizer._state.digest()
 
 
 @pytest.mark.parametrize("options", [{}, DELAYS["delayed step"]], ids=["default", "delayed"])
@@ -297,7 +297,7 @@ def test_newcomers_get_what_the_step_made_and_nothing_that_was_written_since(
 ) -> None:
     model = nn.Linear(3, 2)
     optimizer = make(alone, model, **options)
-    replica = optimizer._replica
+    replica = optimizer._state
     go(model, optimizer, 1, by=1.0)
     optimizer.state_dict()
     assert replica.copy_for_newcomer().tip == replica.tip
@@ -319,14 +319,14 @@ def test_an_optimizer_alone_that_is_loaded_makes_another_state_which_the_runs_ow
     optimizer = make(alone, model)
     local = optimizer.optimizer.state_dict()
     optimizer.load_state_dict(local)
-    assert optimizer._replica.tip == Tip.genesis(optimizer.run_id)
+    assert optimizer._state.tip == Tip.genesis(optimizer.run_id)
     go(model, optimizer, 2, by=1.0)
-    tip = optimizer._replica.tip
+    tip = optimizer._state.tip
     optimizer.load_state_dict(local)
-    assert optimizer._replica.tip == tip, "the parameters are those of the tip"
+    assert optimizer._state.tip == tip, "the parameters are those of the tip"
     LOADS["load_state_dict"](model, values_of(model, 5))
     optimizer.load_state_dict(local)
-    other = optimizer._replica.tip
+    other = optimizer._state.tip
     assert (other.epoch, other.samples) == (tip.epoch, tip.samples)
     assert tip.outranks(other)
     go(model, optimizer, 1, by=1.0)
@@ -337,7 +337,7 @@ def test_an_optimizer_alone_that_is_loaded_makes_another_state_which_the_runs_ow
 def replica_digest(model: nn.Module) -> bytes:
     """The digest of a Linear(3, 2) whose parameters are 5."""
     from shoal.flat import FlatBuffer
-    from shoal.optim.state import hash_of
+    from shoal.optim.loads import hash_of
 
     twin = nn.Linear(3, 2)
     WRITES["p.copy_"](twin, values_of(twin, 5))

@@ -24,7 +24,7 @@ import shoal
 from examples.admission import membership_from
 from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
-from shoal.optim import epoch_round as machines
+from shoal.optim import terms as machines
 from shoal.optim.reports import Event
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 
@@ -293,7 +293,7 @@ def main() -> None:
                 say(parameters=flat(training.model).tolist(), **training.state())
             case "role":
                 me, dht = training.optimizer._run.swarm.me, training.dht
-                own = type(getattr(training.optimizer._gradients, "averager", None)).__name__
+                own = type(training.optimizer._rounds.averager).__name__
                 sizes = list(training.optimizer._run.swarm.rules.sizes)
                 say(
                     own=own,
