@@ -355,7 +355,7 @@ class Epoch:
     def _count(self) -> Next:
         """At rank 0: report what this peer has accumulated. Returns what follows."""
         if self.state is EpochState.FAILED:
-            self._take_over()  # the user may have written since
+            self.take_over()  # the user may have written since
             self._end_in_background(self._checked(*self._work.again(self._brought)))
         if self.is_busy and self._work.result_may_wait and self._work.result_is_due:
             self.take_result(wait=True)
@@ -477,7 +477,7 @@ class Epoch:
             ValueError: if gradients that are accumulated in `.grad` were cleared.
         """
         tip = self._state.tip
-        self._take_over()
+        self.take_over()
         if not self._team.decided(MAY_BEGIN, lambda _: self._rounds.may_begin(is_past=self._pilot.is_past(tip))):
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self._rounds.brought
@@ -489,7 +489,7 @@ class Epoch:
             self._work.go_on()
         return samples
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         """Continue from the model as the user has written it."""
         self._state.take_over(whole=self._work.follows_model)
         if not self._state.tip.epoch:
@@ -737,7 +737,7 @@ class Epoch:
         if ended is not None:
             if not self._background.steps and not ended.is_unlike:
                 if on_loan:
-                    self._take_over()  # what the user has written since the epoch was closed
+                    self.take_over()  # what the user has written since the epoch was closed
                 self._step(ended)  # in this thread, because it changes the parameters that the trainer uses
             self._apply(ended, is_accumulating=not on_loan)
 
@@ -849,7 +849,7 @@ class Epoch:
     def _to_mode(self, mode: Mode) -> None:
         self._work.refuse_load()
         if not self._state.is_in_eval:
-            self._take_over()
+            self.take_over()
         self._state.to_mode(mode, self._work.of_wrapped)
 
     @contextlib.contextmanager
@@ -868,7 +868,7 @@ class Epoch:
         """See `Optimizer`."""
         self.settle()
         if self._work.is_at_start and self.state is not EpochState.CLOSED:
-            self._take_over()  # the model is the anchor that is saved
+            self.take_over()  # the model is the anchor that is saved
         state = self._state.state_dict()
         state["shoal"] |= self._work.saved() | {"grad_averager": self._rounds.carried()}
         return state
@@ -909,6 +909,7 @@ class Epoch:
             if tip is not None and tip != self._state.tip:
                 self._state.tip = tip
             self._team.at_first(lambda: self._pilot.follow(self._state.tip))
+            self._name_state()
             self._restart(keeps=True)
 
     def load_state(self, timeout: float) -> bool:

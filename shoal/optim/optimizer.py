@@ -491,7 +491,7 @@ class Optimizer(ShowsGroups):
             raise RuntimeError("the optimizer is in eval(): call train() of it before the batches that it trains on")
         if not self._begun:  # by now, frameworks have wrapped and changed the model
             state.of_model.placement.refuse_ranks()
-            state.take_over()
+            self._epoch.take_over()
             self._begun = True
         if work.shares_state:
             state.options.look(self.local_epoch)

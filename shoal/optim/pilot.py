@@ -578,7 +578,8 @@ class Pilot:
     def _of_unknown_options(self, outcome: Outcome, mine: Brought) -> tuple[PeerID, ...]:
         """The members from which this peer downloads the state, if it can't know the options of their step. That is so
         if the options of most members differ from its own, and BEGIN has only a hash of them."""
-        name = mine.unknown_of(outcome.begin.options)
+        options = outcome.begin.options  # b"" if no step uses them
+        name = mine.unknown_of(options) if options else ""
         if not name:
             return ()
         log.warning(

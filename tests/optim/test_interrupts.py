@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.optim import epoch, turns
+from shoal.optim import pilot, turns
 from tests.optim.interrupting import Bell, States, back, make, model_of, ringing
 from tests.soaked import only_in_soak
 
@@ -264,13 +264,13 @@ def test_a_result_is_applied_once_if_a_handler_saves_while_it_is_waited_for(
     waited = turns.wait_for
 
     def and_save(future: Any) -> None:
-        monkeypatch.setattr(epoch, "wait_for", waited)
+        monkeypatch.setattr(pilot, "wait_for", waited)
         waited(future)
         optimizer.state_dict()  # as the handler of a signal does
 
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
-    monkeypatch.setattr(epoch, "wait_for", and_save)
+    monkeypatch.setattr(pilot, "wait_for", and_save)
     optimizer.settle()
     assert [event.epoch for event in events] == [1]
     assert optimizer.local_epoch == 1

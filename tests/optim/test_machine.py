@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from shoal.optim.machine import Machine
+from shoal.optim.terms import this_machine
 
 ME, OTHER = bytes(range(32)), bytes(range(1, 33))
 
 
 def test_equal_machines_have_one_name() -> None:
-    assert Machine(ME).name == Machine(OTHER).name
-    assert 0 < len(Machine(ME).name) <= 256
+    assert Machine(ME, this_machine()).name == Machine(OTHER, this_machine()).name
+    assert 0 < len(Machine(ME, this_machine()).name) <= 256
 
 
 def test_a_lossy_state_is_its_own_until_the_next_average() -> None:
-    one, other = Machine(ME), Machine(OTHER)
+    one, other = Machine(ME, this_machine()), Machine(OTHER, this_machine())
     plain = one.name
     one.has_lossy_state(4)
     other.has_lossy_state(4)

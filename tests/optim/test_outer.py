@@ -187,7 +187,7 @@ def test_the_scheduler_follows_the_runs_inner_progress(alone: Alone, inner_steps
         made = number if inner_steps else number // 4
         assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE / (1 + made))
         step(model, optimizer, number)
-    drift = optimizer._epoch._drift
+    drift = optimizer._rounds.work
     assert isinstance(drift, Drift)
     drift.begin(50)  # as after a download
     assert optimizer.param_groups[0]["lr"] == pytest.approx(RATE / (1 + (50 * 4 + 2 if inner_steps else 50)))
@@ -358,7 +358,7 @@ def test_steps_during_a_round_that_took_nothing_of_this_peer_stay(alone: Alone) 
     ((model(inputs) - outputs) ** 2).mean().backward()
     drift.accumulate(16)
     moved = flat(model) - before
-    drift.apply(used=False)
+    drift.apply(used=False, is_accumulating=True)
     torch.testing.assert_close(flat(model) - anchor_of(optimizer), moved, rtol=1e-4, atol=1e-6)
 
 
