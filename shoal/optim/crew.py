@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from shoal.cluster.gang import ClusterError, Gang
+from shoal.cluster.gang import Gang
 from shoal.cluster.messages import Do
+from shoal.cluster.ties import ClusterError
 
 
 class Crew:

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.gang import ClusterError, Gang, told_to_all
+from shoal.cluster.gang import Gang
 from shoal.cluster.messages import Do, Done, Go, Report, Verdict
 from shoal.cluster.strands import Strands
+from shoal.cluster.ties import ClusterError, told_to_all
 from shoal.flat import (
     OwnGroups,
     Shown,

@@ -10,9 +10,10 @@ import msgspec
 from torch import Tensor
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.gang import ClusterError, Gang
+from shoal.cluster.gang import Gang
 from shoal.cluster.messages import Go, Report, Verdict
 from shoal.cluster.strands import Strands
+from shoal.cluster.ties import ClusterError
 from shoal.cluster.whole import Whole
 from shoal.interrupts import raised_by
 from shoal.optim.crew import Crew

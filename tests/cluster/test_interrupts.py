@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
 from shoal.cluster.gang import Gang
 from shoal.cluster.messages import Report
+from shoal.cluster.ties import framed
 from shoal.interrupts import held
 
 
@@ -33,17 +33,16 @@ def interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_reports_stay_for_the_next_call() -> None:
+def test_reports_stay_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    ties = 0, ["rank 0", "rank 1", "rank 2"], {rank: ours for rank, (ours, _) in pairs.items()}
+    monkeypatch.setattr("shoal.cluster.gang.meet", lambda group: ties)
     gang = Gang(None)
-    pairs = [socket.socketpair() for _ in range(2)]
-    gang._sockets = {rank: ours for rank, (ours, _) in enumerate(pairs, 1)}
     first, second = Report("step", 1), Report("step", 2)
-    gang._inbox |= {1: deque([first]), 2: deque()}
+    pairs[1][1].sendall(framed(first))
     interrupted_waiting(gang)
-    with gang._changed:
-        gang._inbox[2].append(second)
-        gang._tell_waiting()
+    pairs[2][1].sendall(framed(second))
     assert gang.hear_reports() == [first, second]
     gang.leave()
-    for _, theirs in pairs:
+    for _, theirs in pairs.values():
         theirs.close()
