@@ -1,4 +1,4 @@
-"""Ctrl-C in a rank that waits for the others leaves what they have said for the next call."""
+"""Ctrl-C in a rank that waits for the others ends its wait."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.cluster.gang import Gang
 from shoal.cluster.messages import Report
-from shoal.cluster.ties import framed
+from shoal.cluster.question import Question
+from shoal.cluster.team import Team
+from shoal.cluster.ties import ClusterError, framed
 from shoal.interrupts import held
+from tests.cluster.threads import gang_of
 
 
 def interrupted_waiting(gang: Gang) -> None:
@@ -46,3 +50,27 @@ def test_reports_stay_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None
     gang.leave()
     for _, theirs in pairs.values():
         theirs.close()
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_a_rank_that_is_interrupted_leaves_its_team_and_the_others_hear_why() -> None:
+    samples: Question[int, list[int]] = Question("samples", int, list[int])
+    is_interrupted = threading.Event()
+
+    def step(team: Team) -> None:
+        with held(), team.call("step"):
+            team.all(samples, 0)
+            if team.rank == 1:
+                is_interrupted.wait(30.0)
+            team.all(samples, 0)
+
+    with gang_of(2) as (mine, other), ThreadPoolExecutor() as threads:
+        ended = threads.submit(step, other)
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            step(mine)
+        timer.join()
+        is_interrupted.set()
+        with pytest.raises(ClusterError, match=r"rank 0 of this cluster is lost \(it has raised KeyboardInterrupt\)"):
+            ended.result()
