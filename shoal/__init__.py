@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.averaging.control import RoundReport as RoundReport
     from shoal.averaging.control import StepControl as StepControl
     from shoal.cluster.cluster import Cluster as Cluster
-    from shoal.cluster.gang import ClusterError as ClusterError
+    from shoal.cluster.ties import ClusterError as ClusterError
     from shoal.dht.dht import DHT as DHT
     from shoal.dht.records import ValueWithExpiration as ValueWithExpiration
     from shoal.dht.records import get_dht_time as get_dht_time
@@ -54,7 +54,7 @@ _HOMES = {
     "AveragingError": "shoal.swarm.protocol.errors",
     "AveragingStage": "shoal.averaging.control",
     "Cluster": "shoal.cluster.cluster",
-    "ClusterError": "shoal.cluster.gang",
+    "ClusterError": "shoal.cluster.ties",
     "ContiguousParams": "shoal.flat.contiguous",
     "DHT": "shoal.dht.dht",
     "DecentralizedAverager": "shoal.averaging.averager",

@@ -8,6 +8,6 @@ lost. `whole` holds the parameters of a sharded model in one piece at rank 0; `s
 from __future__ import annotations
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.gang import ClusterError
+from shoal.cluster.ties import ClusterError
 
 __all__ = ["Cluster", "ClusterError"]

@@ -16,7 +16,8 @@ import msgspec
 import torch
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
-from shoal.cluster.team import Asked, Team
+from shoal.cluster.question import Nothing, Question
+from shoal.cluster.team import Team
 from shoal.flat.allocation import memory_for
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
@@ -177,23 +178,30 @@ class Keeps(msgspec.Struct, array_like=True, frozen=True):
     can_be_kept: bool
 
 
-TURN = Asked[None, Turn]("batch", None, Turn)
-COUNT = Asked[None, Next]("count", None, Next)
-UNUSED = Asked[None, Ended | None]("unused round", None, Ended | None)
-MAY_END = Asked[None, bool]("may end", None, bool)
-MAY_BEGIN = Asked[None, bool]("may begin rounds", None, bool)
-FINITE = Asked[bool, list[bool]]("finite", bool, list[bool])
-NAMES = Asked[bytes, list[bytes]]("names of averages", bytes, list[bytes])
-ROUND = Asked[None, Ended | None]("round", None, Ended | None, raises=(Behind, Rejected))
-NORMS = Asked[list[float], list[list[float]]]("norms", list[float], list[list[float]])
-DIGESTS = Asked[bytes, list[bytes]]("digests", bytes, list[bytes])
-RESTS = Asked[None, bool]("rests", None, bool)
-REPLAY = Asked[None, bool]("replay", None, bool)
-LOADS = Asked[None, Tip | None]("load", None, Tip | None)
-PAUSE = Asked[None, bool]("pause", None, bool)
-READY = Asked[Fetched, list[Fetched]]("ready", Fetched, list[Fetched])
-KEEPS = Asked[None, Keeps]("keeps", None, Keeps)
-MAY_LOAD = Asked[None, bool]("may load", None, bool)
+class Rounded(msgspec.Struct, array_like=True, frozen=True):
+    """What the round of the run has come to: the result, or None; or why this peer is behind."""
+
+    ended: Ended | None = None
+    behind: str = ""
+
+
+TURN = Question("batch", Nothing, Turn)
+COUNT = Question("count", Nothing, Next)
+UNUSED = Question[Nothing, Ended | None]("unused round", Nothing, Ended | None)
+MAY_END = Question("may end", Nothing, bool)
+MAY_BEGIN = Question("may begin rounds", Nothing, bool)
+FINITE = Question("finite", bool, list[bool])
+NAMES = Question("names of averages", bytes, list[bytes])
+ROUND = Question("round", Nothing, Rounded)
+NORMS = Question("norms", list[float], list[list[float]])
+DIGESTS = Question("digests", bytes, list[bytes])
+RESTS = Question("rests", Nothing, bool)
+REPLAY = Question("replay", Nothing, bool)
+TIP = Question[Nothing, Tip | None]("tip", Nothing, Tip | None)
+PAUSE = Question("pause", Nothing, bool)
+READY = Question("ready", Fetched, list[Fetched])
+KEEPS = Question("keeps", Nothing, Keeps)
+MAY_LOAD = Question("may load", Nothing, bool)
 
 
 class Epoch:
@@ -518,7 +526,10 @@ class Epoch:
             Rejected: if the run has other terms.
         """
         average = self._average_before() if self._rounds.precede else b""
-        return self._team.decided(ROUND, lambda _: self._join(samples, average))
+        found = self._team.decided(ROUND, lambda _: self._join(samples, average))
+        if found.behind:
+            raise Behind(found.behind)
+        return found.ended
 
     def _average_before(self) -> bytes:
         """Wait for the rounds before the run's, at all ranks. Returns the name of their averages."""
@@ -543,12 +554,15 @@ class Epoch:
             state.options.unknown_of,
         )
 
-    def _join(self, samples: float, average: bytes) -> Ended | None:
+    def _join(self, samples: float, average: bytes) -> Rounded:
         """At rank 0: join the round of the run."""
-        ended = self._pilot.round(self._bring(samples, average), self._open)
+        try:
+            ended = self._pilot.round(self._bring(samples, average), self._open)
+        except Behind as error:
+            return Rounded(behind=str(error))
         if ended is not None:
             self._settle_round()
-        return ended
+        return Rounded(ended)
 
     def _settle_round(self) -> None:
         outcome = self._pilot.averaged.outcome
@@ -905,7 +919,7 @@ class Epoch:
         self._rounds.leave()
         with unbroken():
             load()
-            tip = self._team.decided(LOADS, lambda _: self._pilot.believed(self._state.tip))
+            tip = self._team.decided(TIP, lambda _: self._pilot.believed(self._state.tip))
             if tip is not None and tip != self._state.tip:
                 self._state.tip = tip
             self._team.at_first(lambda: self._pilot.follow(self._state.tip))
@@ -970,7 +984,7 @@ class Epoch:
         if self._team.decided(REPLAY, lambda _: not donors and self._pilot.may_replay(self._standing())):
             with self._pilot.replaying():
                 self._replay()
-        tip = self._team.decided(LOADS, lambda _: None if self._has_arrived(mine, donors) else self._state.tip)
+        tip = self._team.decided(TIP, lambda _: None if self._has_arrived(mine, donors) else self._state.tip)
         if tip is None:
             return
         if tip != self._state.tip:

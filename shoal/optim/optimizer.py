@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.gang import told_to_all
 from shoal.cluster.team import Alone
+from shoal.cluster.ties import told_to_all
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.flat import (

@@ -1,4 +1,4 @@
-"""Ctrl-C in a rank that waits for the others leaves what they have said for the next call."""
+"""Ctrl-C in a rank that waits for the others ends its wait."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import signal
 import socket
 import threading
-from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shoal.cluster.gang import Gang
 from shoal.cluster.messages import Report
+from shoal.cluster.question import Question
+from shoal.cluster.team import Team
+from shoal.cluster.ties import ClusterError, framed
 from shoal.interrupts import held
+from tests.cluster.threads import gang_of
 
 
 def interrupted_waiting(gang: Gang) -> None:
@@ -33,17 +37,40 @@ def interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_reports_stay_for_the_next_call() -> None:
+def test_reports_stay_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    ties = 0, ["rank 0", "rank 1", "rank 2"], {rank: ours for rank, (ours, _) in pairs.items()}
+    monkeypatch.setattr("shoal.cluster.gang.meet", lambda group: ties)
     gang = Gang(None)
-    pairs = [socket.socketpair() for _ in range(2)]
-    gang._sockets = {rank: ours for rank, (ours, _) in enumerate(pairs, 1)}
     first, second = Report("step", 1), Report("step", 2)
-    gang._inbox |= {1: deque([first]), 2: deque()}
+    pairs[1][1].sendall(framed(first))
     interrupted_waiting(gang)
-    with gang._changed:
-        gang._inbox[2].append(second)
-        gang._tell_waiting()
+    pairs[2][1].sendall(framed(second))
     assert gang.hear_reports() == [first, second]
     gang.leave()
-    for _, theirs in pairs:
+    for _, theirs in pairs.values():
         theirs.close()
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_a_rank_that_is_interrupted_leaves_its_team_and_the_others_hear_why() -> None:
+    samples: Question[int, list[int]] = Question("samples", int, list[int])
+    is_interrupted = threading.Event()
+
+    def step(team: Team) -> None:
+        with held(), team.call("step"):
+            team.all(samples, 0)
+            if team.rank == 1:
+                is_interrupted.wait(30.0)
+            team.all(samples, 0)
+
+    with gang_of(2) as (mine, other), ThreadPoolExecutor() as threads:
+        ended = threads.submit(step, other)
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            step(mine)
+        timer.join()
+        is_interrupted.set()
+        with pytest.raises(ClusterError, match=r"rank 0 of this cluster is lost \(it has raised KeyboardInterrupt\)"):
+            ended.result()

@@ -1,0 +1,62 @@
+"""One rank of a team of processes: makes calls, leaves with all others, and makes more. Writes what it gets as JSON.
+
+python -m tests.cluster.team_rank RANK SIZE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from torch import distributed as dist
+
+from shoal.cluster.question import Question
+from shoal.cluster.team import team_of
+from shoal.cluster.ties import ClusterError
+
+VALUES: Question[int, list[int]] = Question("values", int, list[int])
+OTHER: Question[int, list[int]] = Question("other", int, list[int])
+SUM = Question("sum", int, int)
+TOLD = Question("told", NoneType, str)
+
+
+def spill(_: object) -> int:
+    raise ValueError("spilt coffee")
+
+
+def main() -> None:
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+    team = team_of(dist.group.WORLD)
+    found: list[Any] = []
+    done: list[str] = []
+
+    def make(exchange: Callable[[], Any]) -> None:
+        try:
+            with team.call("state_dict"):
+                found.append(exchange())
+        except (ClusterError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}".replace(team.names[0], "R0").replace(team.names[1], "R1"))
+
+    def exchange_all() -> None:
+        make(lambda: team.all(VALUES, 10 * rank))
+        make(lambda: team.decided(SUM, sum, rank + 1))
+        make(lambda: team.decided(TOLD, lambda _: "all", then=done.append))
+        make(lambda: team.decided(SUM, spill, rank))
+        make(lambda: team.all(OTHER if rank == 1 else VALUES, rank))
+
+    exchange_all()
+    team.leave()
+    exchange_all()
+    made = {"left_in_order": team.left_in_order, "has_finished": team.has_finished, "done": done}
+    dist.destroy_process_group()
+    make(lambda: team.all(VALUES, rank))
+    (folder / f"found {rank}").write_text(json.dumps({"found": found, **made}))
+
+
+if __name__ == "__main__":
+    main()
