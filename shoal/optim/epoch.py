@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import NoneType
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
-from shoal.cluster.question import Nothing, Question
+from shoal.cluster.question import Question
 from shoal.cluster.team import Team
 from shoal.flat.allocation import memory_for
 from shoal.health.record import FaultKind
@@ -185,23 +186,23 @@ class Rounded(msgspec.Struct, array_like=True, frozen=True):
     behind: str = ""
 
 
-TURN = Question("batch", Nothing, Turn)
-COUNT = Question("count", Nothing, Next)
-UNUSED = Question[Nothing, Ended | None]("unused round", Nothing, Ended | None)
-MAY_END = Question("may end", Nothing, bool)
-MAY_BEGIN = Question("may begin rounds", Nothing, bool)
+TURN = Question("batch", NoneType, Turn)
+COUNT = Question("count", NoneType, Next)
+UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
+MAY_END = Question("may end", NoneType, bool)
+MAY_BEGIN = Question("may begin rounds", NoneType, bool)
 FINITE = Question("finite", bool, list[bool])
 NAMES = Question("names of averages", bytes, list[bytes])
-ROUND = Question("round", Nothing, Rounded)
+ROUND = Question("round", NoneType, Rounded)
 NORMS = Question("norms", list[float], list[list[float]])
 DIGESTS = Question("digests", bytes, list[bytes])
-RESTS = Question("rests", Nothing, bool)
-REPLAY = Question("replay", Nothing, bool)
-TIP = Question[Nothing, Tip | None]("tip", Nothing, Tip | None)
-PAUSE = Question("pause", Nothing, bool)
+RESTS = Question("rests", NoneType, bool)
+REPLAY = Question("replay", NoneType, bool)
+TIP = Question[None, Tip | None]("tip", NoneType, Tip | None)
+PAUSE = Question("pause", NoneType, bool)
 READY = Question("ready", Fetched, list[Fetched])
-KEEPS = Question("keeps", Nothing, Keeps)
-MAY_LOAD = Question("may load", Nothing, bool)
+KEEPS = Question("keeps", NoneType, Keeps)
+MAY_LOAD = Question("may load", NoneType, bool)
 
 
 class Epoch:

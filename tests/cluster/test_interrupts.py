@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from shoal.cluster.gang import Gang
+
 from shoal.cluster.messages import Report
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team

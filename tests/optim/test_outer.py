@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from shoal.optim.drift import Drift
-from shoal.optim.pilot import Averaged, Ended
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -22,9 +20,10 @@ from shoal.compression import Blockwise4Bit, Float16Compression
 from shoal.flat import holders_of
 from shoal.integrations.terms import Terms
 from shoal.optim import drift
-from shoal.optim.drift import fragments_of, layers_of
+from shoal.optim.drift import Drift, fragments_of, layers_of
 from shoal.optim.exact_norm import norm_of
 from shoal.optim.kept import Kept
+from shoal.optim.pilot import Averaged, Ended
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from tests.optim.models import fixed_batch, flat, make_model
