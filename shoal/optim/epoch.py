@@ -773,10 +773,11 @@ class Epoch:
             return tip.outranks(mine) if is_behind else not mine.outranks(tip)
 
         try:
-            state = self._fetch(donors, timeout, wanted, to_join=to_join)
+            parts = self._fetch(donors, timeout, wanted, to_join=to_join)
         except NothingWanted as error:
             log.info("%s", error)
             return False
+        state = parts[0]
         tip = state.manifest.tip
         givers = frozenset(donor.key for donor in state.chunks_from)
         # The drift of this peer's inner steps is kept on the new state, unless that state has it already, or the owner
@@ -785,7 +786,7 @@ class Epoch:
         can_keep = tip.pin == mine.pin and not self._replica.was_loaded
         may_keep = drift is not None and can_keep and (drift.has_moved or is_in_theirs)
         try:
-            load = self._replica.make_ready(state, keeps_drift=may_keep)
+            load = self._replica.make_ready(parts, keeps_drift=may_keep)
         except ValueError as error:
             raise Rejected(f"the run's state does not fit this peer: {error}") from error
         fork = self._forks.leave(tip, state.line, self._made_with, givers)
@@ -811,15 +812,15 @@ class Epoch:
 
     def _fetch(
         self, donors: Sequence[PeerID], timeout: float, wanted: Callable[[Tip], bool], *, to_join: bool
-    ) -> Downloaded:
-        """Download a state from the donors.
+    ) -> Sequence[Downloaded]:
+        """Download this rank's parts of a state from the donors.
 
         Raises:
             DownloadFailed: if no donor could send it.
             DoesNotFit: with `to_join`, if it comes too late.
         """
         if not isinstance(self._replica, StrandReplica):
-            return self._run.download(donors, timeout, self._replica.max_nbytes, wanted, to_join=to_join)
+            return [self._run.download(donors, timeout, self._replica.max_nbytes, wanted, to_join=to_join)]
         swarm = self._run.swarm
         return self._replica.download(donors, timeout, wanted, None if swarm.loading is None else swarm.reserve)
 
@@ -891,7 +892,7 @@ class Epoch:
         """
         state = kept.as_downloaded(pin)
         tip = state.manifest.tip
-        load = self._replica.make_ready(state)
+        load = self._replica.make_ready([state])
         fork = self._forks.leave(tip, state.line, self._made_with, [])
         self._accumulation.leave()
         with unbroken():

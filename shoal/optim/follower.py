@@ -29,9 +29,9 @@ from shoal.flat import (
     neutral,
 )
 from shoal.interrupts import holding
+from shoal.optim.checkpoint import NO_STRANDS, StrandState
 from shoal.optim.closures import Closure, loss_of
 from shoal.optim.crew import Crew
-from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandState
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.settings import Settings, Stepped, check_cluster, make_outer, make_trained, samples_of
 from shoal.optim.share import Share
@@ -269,22 +269,22 @@ class Follower(ShowsGroups):
         """See `shoal.Optimizer.strand_state`."""
         if self._share is None:
             raise ValueError(NO_STRANDS)
-        checkpoint = self._share.checkpoint
+        share = self._share
 
         def give() -> dict[str, Any]:
             with self._telling_errors("strand_state().state_dict"):
                 before_saving(self)
             self._call(Report("strand_state().state_dict"))
-            given, checkpoint.own = checkpoint.own, {}
+            given, share.own = share.own, {}
             return after_saving(self, given)
 
         def take(state: dict[str, Any]) -> None:
             with self._telling_errors("strand_state().load_state_dict"):
-                checkpoint.own = before_loading(self, state)
+                share.own = before_loading(self, state)
             try:
                 self._call(Report("strand_state().load_state_dict"))
             finally:
-                checkpoint.own = {}
+                share.own = {}
             after_loading(self)
 
         return StrandState(give, take)

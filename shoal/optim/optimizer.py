@@ -34,9 +34,9 @@ from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
 from shoal.optim.accumulation import Accumulation
+from shoal.optim.checkpoint import NO_STRANDS, StrandState
 from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.distributed_checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
 from shoal.optim.epoch import Epoch
 from shoal.optim.epoch_round import make_gradients, make_run
 from shoal.optim.epoch_scheduler import wraps
@@ -787,12 +787,12 @@ class Optimizer(ShowsGroups):
         """
         if not isinstance(self._replica, StrandReplica):
             raise ValueError(NO_STRANDS)
-        checkpoint = StrandCheckpoint(self._replica)
+        replica = self._replica
 
         def give() -> dict[str, Any]:
             before_saving(self)
             self._epoch.take_result(wait=True)
-            return after_saving(self, checkpoint.give())
+            return after_saving(self, replica.give_strands())
 
         def give_all() -> dict[str, Any]:
             with self._in_trainer("strand_state().state_dict"):
@@ -802,8 +802,8 @@ class Optimizer(ShowsGroups):
             if not self._closed:
                 self._check_dht()
             state = before_loading(self, state)
-            checkpoint.check(state)
-            self._epoch.continue_from(lambda: checkpoint.take(state))
+            replica.check_strands(state)
+            self._epoch.continue_from(lambda: replica.take_strands(state))
             after_loading(self)
 
         def take_all(state: dict[str, Any]) -> None:

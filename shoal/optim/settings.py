@@ -347,7 +347,8 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(without_effect)):
         raise ValueError(
             f"averager_opts has {', '.join(map(repr, unknown))}, and there is no such option; there are "
-            f"{', '.join((*AVERAGER_OPTIONS, *without_effect))}; give arguments of the optimizer to the optimizer itself"
+            f"{', '.join((*AVERAGER_OPTIONS, *without_effect))}; give arguments of the optimizer to the optimizer "
+            "itself"
         )
     used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
     return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from shoal.optim.checkpoint import WholeState
 from shoal.optim.closures import Closure
 from shoal.optim.crew import Crew
-from shoal.optim.distributed_checkpoint import StrandCheckpoint
+from shoal.optim.donors import Carrier
 from shoal.optim.strand_drift import StrandDrift
 from shoal.optim.strand_gradients import StrandGradients
 from shoal.optim.strand_replica import Answer, StrandReplica
-from shoal.optim.strand_states import Carrier
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.tip import Tip
@@ -29,11 +29,12 @@ class Share:
 
     Attributes:
         checkpoint: saves and loads these strands.
+        own: the part of a checkpoint that this rank saves, or that it has loaded.
     """
 
     def __init__(self, crew: Crew, replica: StrandReplica, gradients: StrandGradients | StrandDrift) -> None:
         self._gradients, self._crew, self._replica = gradients, crew, replica
-        self.checkpoint = StrandCheckpoint(replica)
+        self.checkpoint, self.own = replica.checkpoint, dict[str, Any]()
         self._known: dict[str, Callable[..., Any]] = {
             "accumulate": self._accumulate,
             "reset": gradients.reset,
@@ -55,11 +56,11 @@ class Share:
             "load": replica.load_here,
             "drop": replica.drop_here,
             "publish": replica.publish,
-            "state dict": replica.state_dict_here,
-            "load state dict": lambda: replica.load_state_here(None, None),
-            "give strands": self.checkpoint.give_here,
-            "check strands": self.checkpoint.check_here,
-            "take strands": self.checkpoint.take_here,
+            "state dict": self.checkpoint.state_dict,
+            "load state dict": lambda: replica.load_state_here(WholeState()),
+            "give strands": self._give,
+            "check strands": lambda: self.checkpoint.misfit(self.own),
+            "take strands": lambda: replica.take_strands_here(self.own),
         }
         if isinstance(gradients, StrandDrift):
             self._known |= {
@@ -79,6 +80,9 @@ class Share:
     def do(self, what: str, given: Sequence[Any]) -> Any:
         """Do what rank 0 has told this rank to do, with the arguments `given`. Errors pass through."""
         return self._known[what](*given)
+
+    def _give(self, common: bytes) -> None:
+        self.own = self.checkpoint.save(common)
 
     def _accumulate(self, batch_size: float, loss: Any = None) -> None:
         if isinstance(self._gradients, StrandDrift):

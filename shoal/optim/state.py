@@ -57,6 +57,7 @@ from shoal.optim.kept import Kept
 from shoal.optim.loads import Loads
 from shoal.optim.loss_steps import LossSteps, of_averages
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
+from shoal.optim.pieces import OnHost, Own, Pieces
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.settings import Settings
@@ -125,8 +126,8 @@ class Scalars(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a state that is copied or loaded: parameters, with the optimizer's state of them, and extra tensors.
-    Every part has also all of the state that is not tensors."""
+    """A part of a state, which is copied and loaded by itself: parameters, with the optimizer's state of them, and
+    extra tensors. Every part has also all of the state that is not tensors."""
 
     parameters: Sequence[Tensor]
     extras: Sequence[Tensor]
@@ -189,9 +190,12 @@ class TrainingState:
             optimizer's state after the first step. If False, all tensors stay where they are.
         pinned: keep the parameters in pinned host memory, which a GPU reaches directly.
         frozen: whether frozen parameters are part of the state.
+        pieces: what the optimizer steps; the model's own parameters when None.
 
     Attributes:
+        pieces: as given; never None.
         parameters: the optimizer's parameters that are part of the state.
+        parts: the parts of the state that are here, see `Pieces`; of extra tensors, the run's first part has all.
         memory: with `flat`, the flat memory of the parameters.
         was_taken_whole: whether the optimizer holds all of the state that was loaded last.
     """
@@ -205,6 +209,7 @@ class TrainingState:
         flat: bool = True,
         pinned: bool = False,
         frozen: bool = True,
+        pieces: Pieces | None = None,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = list(extra_tensors)
@@ -213,7 +218,11 @@ class TrainingState:
         self._is_flat = flat
         if flat:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
-        self._whole = Part(self.parameters, self.extra_tensors)
+        self.pieces: Pieces = Own(own) if pieces is None else pieces
+        self.parts = [
+            Part(parameters, [] if number else self.extra_tensors)
+            for number, parameters in zip(self.pieces.mine, self.pieces.divided(self.parameters), strict=True)
+        ]
         # At the last `adopt_statistics`: the tensors in the optimizer's state, and those that are in flat memory.
         self._found: list[Tensor] = []
         self._held: list[Tensor] = []
@@ -271,8 +280,8 @@ class TrainingState:
         return True
 
     def digest(self) -> bytes:
-        """The blake3 hash of the parameters, 32 bytes."""
-        return hash_of(self.memory.flat)
+        """The blake3 hash of the parameters of each part that is here, 32 bytes each."""
+        return b"".join(map(hash_of, self.pieces.hashed(self.parameters, self.memory.flat)))
 
     def _statistics(self) -> list[Tensor]:
         return [tensor for _, _, tensor in in_flat_memory(list(self._kept()))]
@@ -325,14 +334,14 @@ class TrainingState:
             averaged: names of statistics that peers average. All others are sent exactly, because no average would make
                 them equal again.
             groups: the options of the parameter groups; by default those that the groups hold now.
-            part: the part to copy; all of the state when None.
+            part: the part to copy; when None, the first, which is all of the state of a single process.
             values: the values of the parameters, if the parameters have others now.
 
         Raises:
             ValueError: if the optimizer holds something that is not plain data, or if the compression has no codec for
                 a tensor.
         """
-        part = self._whole if part is None else part
+        part = self.parts[0] if part is None else part
         options = self._options() if groups is None else groups
         contents = Contents.of(self.optimizer, part.parameters, options)
         # Statistics with the same name follow each other. So few codec spans suffice, even for many parameters.
@@ -365,8 +374,8 @@ class TrainingState:
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
-        """Take over a downloaded state. Raises as `prepare`, and then nothing has changed."""
-        self.prepare(PartState.of(state, self._whole))()
+        """Take over a downloaded state of one part. Raises as `prepare`, and then nothing has changed."""
+        self.prepare(PartState.of(state, self.parts[0]))()
 
     def prepare(self, *given: PartState) -> Callable[[], None]:
         """Prepare to take over the state of parts: check that it fits, and allocate all the memory that it needs.
@@ -564,12 +573,14 @@ class Replica(TrainingState):
         optimizer, scheduler, extra_tensors: see `TrainingState`. Floating-point extra tensors are averaged, too.
         settings: the settings of the `Optimizer`.
         host: the copy of the parameters on the host that the optimizer steps, if it does not step the model itself.
+        pieces: what the optimizer steps, or what its copy on the host is of; the model's own parameters when None.
 
     Attributes:
         tip: the name of the state.
         line: the lineages through which this state went, the tip's last.
-        state_digest: the blake3 hash of the parameters, 32 bytes.
+        state_digest: the blake3 hash of the parameters, 32 bytes for each part.
         trained, frozen: the model's parameters that require gradients, and the others.
+        in_backward: the parameters that get gradients in a backward pass, and those that must not get any.
         param_names: the names of `parameters`, if the user has given any.
         stepped: the optimizer's own parameters that belong to `trained`.
         drift: with an outer optimizer, the drift of the model from the anchor, which the parameters here are; else
@@ -587,9 +598,6 @@ class Replica(TrainingState):
             `FlatBuffer.adopt`.
     """
 
-    always_sends_frozen = False
-    """Whether frozen parameters are part of the state, whatever the settings say."""
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -597,6 +605,7 @@ class Replica(TrainingState):
         extra_tensors: Sequence[Tensor],
         settings: Settings,
         host: HostCopy | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         self._settings, self._host = settings, host
         self.drift: Drift | None = None
@@ -614,8 +623,10 @@ class Replica(TrainingState):
         given = parameters_of(optimizer) if host is None else host.given
         if not any(parameter.requires_grad for parameter in given):
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
-        pinned, frozen = host is not None and host.pinned, settings.sends_frozen or self.always_sends_frozen
-        super().__init__(optimizer, scheduler, extra_tensors, pinned=pinned, frozen=frozen)
+        pieces = Own(given) if pieces is None else pieces
+        pieces = pieces if host is None else OnHost(pieces)
+        pinned, frozen = host is not None and host.pinned, settings.sends_frozen or pieces.always_sends_frozen
+        super().__init__(optimizer, scheduler, extra_tensors, pinned=pinned, frozen=frozen, pieces=pieces)
         model, memory = (self.parameters, self.memory) if host is None else (host.model, host.memory)
         self.param_names = names_of(optimizer, self.parameters)
         self.placement = Placement(model, memory, extra_tensors, self.param_names)
@@ -623,6 +634,8 @@ class Replica(TrainingState):
         self._told_of_writes = False  # whether a warning has told of writes during a step in the background
         self.trained = [parameter for parameter in model if parameter.requires_grad]
         self.frozen = [parameter for parameter in given if not parameter.requires_grad]
+        get, get_none = ([p for p in pieces.in_backward if p.requires_grad == trained] for trained in (True, False))
+        self.in_backward: tuple[Sequence[Tensor], Sequence[Tensor]] = get, get_none
         self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._sent_frozen = [parameter for parameter in model if not parameter.requires_grad]
         self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
@@ -654,38 +667,38 @@ class Replica(TrainingState):
         return self._lock
 
     @property
-    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The parameters that get gradients in a backward pass, and those that must not get any."""
-        return self.trained, self.frozen
+    def always_sends_frozen(self) -> bool:
+        """Whether frozen parameters are part of the state, whatever the settings say."""
+        return self.pieces.always_sends_frozen
 
     @property
     def described(self) -> Sequence[Tensor]:
-        """The model's parameters, whose shapes and dtypes peers compare."""
-        return self.parameters
+        """Tensors like the model's parameters, whose shapes and dtypes peers compare."""
+        return self.pieces.described(self.parameters)
 
     @property
     def described_names(self) -> list[str]:
         """The names of `described`, if the user has given any."""
-        return self.param_names
+        return self.pieces.described_names(self.param_names)
 
     @property
     def described_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, whose structure peers compare."""
-        return self.optimizer.param_groups
+        """The parameter groups of `described`, whose structure peers compare."""
+        return self.pieces.described_groups(self.optimizer.param_groups)
 
     @property
     def max_nbytes(self) -> int:
-        """The largest size of a state of this model, in bytes."""
+        """The largest size of a part of this model's state, in bytes."""
         return self._settings.max_state_bytes or self._nbytes_with(TENSORS_OF_OPTIMIZER) + MANIFEST_BYTES
 
     @property
     def usual_nbytes(self) -> int:
-        """The size of a state of this model with Adam, in bytes, or a little more."""
+        """The size of a part of this model's state with Adam, in bytes, or a little more."""
         return self._nbytes_with(TENSORS_OF_ADAM) + SCALARS_BYTES
 
     def _nbytes_with(self, tensors: int) -> int:
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self._sent_frozen])
-        return tensors * own + sum(t.element_size() * t.numel() for t in self.extra_tensors)
+        return tensors * (own // len(self.parts)) + sum(t.element_size() * t.numel() for t in self.extra_tensors)
 
     @property
     def is_averaged_whole(self) -> bool:
@@ -960,9 +973,22 @@ class Replica(TrainingState):
         self._wanted_until = time.monotonic() + WANTED_SECONDS
         raise Rewritten("the model was written to since the last step: ask after the next one")
 
-    def _copy_now(self) -> Snapshot:
+    def copy_of_part(self, number: int) -> Snapshot:
+        """A snapshot of one of several parts, after the last epoch. What the user has written to the model since is not
+        in it, since the optimizer steps pieces of their own.
+
+        Args:
+            number: the number of the part in the run.
+
+        Raises:
+            ValueError: if the optimizer holds something that can't be sent.
+        """
+        with self._lock:
+            return self._copy_now(self.parts[self.pieces.mine.index(number)])
+
+    def _copy_now(self, part: Part | None = None) -> Snapshot:
         compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
-        return self.snapshot(self.tip, compression, averaged, self.options.at_tip, values=self._values_in_train())
+        return self.snapshot(self.tip, compression, averaged, self.options.at_tip, part, self._values_in_train())
 
     def _values_in_train(self) -> list[Tensor] | None:
         """The values of the parameters in train mode; None if they have these values now.
@@ -996,8 +1022,10 @@ class Replica(TrainingState):
         """An uncompressed copy of the state after the last epoch, with the line of states that leads to it.
 
         Raises:
-            ValueError: if the optimizer holds something that is not plain data.
+            ValueError: if the optimizer holds something that is not plain data, or if the state has several parts.
         """
+        if len(self.pieces.carriers) > 1:
+            raise ValueError("a cluster whose ranks carry strands keeps no state that it leaves")
         with self._lock:
             values = self._values_in_train()
             copied = self.snapshot(self.tip, NoCompression(), (), self.options.at_tip, values=values)
@@ -1010,13 +1038,14 @@ class Replica(TrainingState):
         return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
 
     def load(self, state: Downloaded, *, keeps_drift: bool = False) -> None:
-        """Take over a downloaded state. Raises as `make_ready`, and then nothing has changed."""
-        self.make_ready(state, keeps_drift=keeps_drift)(keeps_drift)
+        """Take over a downloaded state of one part. Raises as `make_ready`, and then nothing has changed."""
+        self.make_ready([state], keeps_drift=keeps_drift)(keeps_drift)
 
-    def make_ready(self, state: Downloaded, *, keeps_drift: bool = False) -> Callable[[bool], None]:
+    def make_ready(self, state: Sequence[Downloaded], *, keeps_drift: bool = False) -> Callable[[bool], None]:
         """Prepare to take over a downloaded state, see `prepare`.
 
         Args:
+            state: the parts of one state, in the order of `parts`.
             keeps_drift: whether the drift of the model may be kept.
 
         Returns:
@@ -1041,22 +1070,22 @@ class Replica(TrainingState):
                     self.drift.remember(anchors)
                 take()
                 self.options.refresh()
-                self.line.take_over(state.line, state.manifest.tip)
-                self.tip = state.manifest.tip
+                self.line.take_over(state[0].line, state[0].manifest.tip)
+                self.tip = state[0].manifest.tip
                 self.publish()
                 self.settle_load()
                 self.state_digest = self.digest()
 
         return load
 
-    def _parts_of(self, state: Downloaded) -> list[PartState]:
-        """The parts of a downloaded state.
+    def _parts_of(self, state: Sequence[Downloaded]) -> list[PartState]:
+        """The states of the parts, which were downloaded.
 
         Raises:
             ValueError: if a part is no state.
             NoMemoryForState: if there is no memory to decode one.
         """
-        return [self._without_frozen(PartState.of(state, self._whole))]
+        return [self._without_frozen(PartState.of(*each)) for each in zip(state, self.parts, strict=True)]
 
     def _without_frozen(self, state: PartState) -> PartState:
         """The state without frozen parameters, which a kept state of an older release has."""

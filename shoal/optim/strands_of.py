@@ -30,7 +30,7 @@ def strands_of(settings: Settings, replica: StrandReplica, inner: Stepped, dht: 
 
     made: StrandGradients | StrandDrift
     if settings.outer is None:
-        trained = [[p for p in replica.part(strand).parameters if p.requires_grad] for strand in strands.mine]
+        trained = [[p for p in part.parameters if p.requires_grad] for part in replica.parts]
         gradients = [EpochGradients(pieces, codec, error_feedback=feedback) for pieces in trained]
         averagers = [averager(each, 0, strand) for each, strand in zip(gradients, strands.mine, strict=True)]
         made = StrandGradients(trained, gradients, averagers, strands.carriers, crew, max_norm)

@@ -24,4 +24,4 @@ WITHOUT_EFFECT: Final[Mapping[str, Mapping[str, str]]] = {
     "DecentralizedAverager": {"declare_state_period": _ALL_ARE_ASKED, "daemon": _NO_PROCESS},
     "TrainingStateAverager": {"performance_ema_alpha": "it predicts nothing"},
 }
-"""By the argument of `Optimizer`, or by the class, that takes them. A `ProgressTracker` takes those of `tracker_opts`."""
+"""By the argument of `Optimizer`, or by the class, that takes them. `ProgressTracker` takes those of `tracker_opts`."""

@@ -10,8 +10,8 @@ import torch
 
 from shoal.compression import NoCompression
 from shoal.optim import tree
+from shoal.optim.checkpoint import rest_of
 from shoal.optim.contents import device_of
-from shoal.optim.distributed_checkpoint import rest_of
 from shoal.optim.state import TrainingState
 from shoal.optim.tree import _Kind
 from tests.optim.conftest import Alone

@@ -93,7 +93,7 @@ def found(optimizer: shoal.Optimizer, state: Kept | Downloaded, *, keeps: bool =
     if not keeps:
         patch.setattr(optimizer._epoch._forks, "leave", lambda *_: None)
     given = state.as_downloaded(0) if isinstance(state, Kept) else state
-    patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: given)
+    patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [given])
     return patch
 
 
@@ -147,15 +147,13 @@ def test_a_cluster_of_strands_loads_all_of_them_or_none(alone: Alone) -> None:
     replica, of_giver = taker._replica, giver._replica
     assert isinstance(replica, StrandReplica)
     assert isinstance(of_giver, StrandReplica)
-    strands = {}
-    for number in range(4):
-        kept = Kept(of_giver.snapshot(of_giver.tip, shoal.compression.NoCompression(), part=of_giver.part(number)), ())
-        strands[number] = kept.as_downloaded(0)
-    replica._downloaded = dict(strands)
+    strands = []
+    for part in of_giver.parts:
+        kept = Kept(of_giver.snapshot(of_giver.tip, shoal.compression.NoCompression(), part=part), ())
+        strands.append(kept.as_downloaded(0))
 
     def load() -> None:
-        replica._downloaded = replica._downloaded or dict(strands)
-        replica.make_ready(strands[0])(False)
+        replica.make_ready(strands)(False)
 
     assert check_all_or_nothing(newcomer, taker, load)
     assert not replica._downloaded
@@ -189,17 +187,15 @@ def test_what_another_rank_can_not_load_is_loaded_by_none(alone: Alone, answer: 
     train_strands(donor, giver, 1)
     replica = taker._replica
     assert isinstance(replica, StrandReplica)
-    strands = {}
-    for number in range(4):
-        part = giver._replica.part(number)  # type: ignore[attr-defined]
+    strands = []
+    for part in giver._replica.parts:
         copy = giver._replica.snapshot(giver._replica.tip, shoal.compression.NoCompression(), part=part)
-        strands[number] = Kept(copy, ()).as_downloaded(0)
-    replica._downloaded = strands
+        strands.append(Kept(copy, ()).as_downloaded(0))
     before = everything(newcomer, taker)
     own, crew = replica.crew, CrewOfTwo(*answer)
     replica.crew = crew  # type: ignore[assignment]
     with pytest.raises(kind, match="rank 1: no "):
-        replica.make_ready(strands[0])
+        replica.make_ready(strands)
     assert crew.told == ["make ready", "drop"]
     assert not replica._downloaded
     replica.crew = own
@@ -253,7 +249,7 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer._run, "donors", lambda: [optimizer.dht.peer_id])
-        patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: states.pop())
+        patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [states.pop()])
         patch.setattr(epoch.log, "disabled", True)  # pytest keeps what is logged, and with it the error
         gc.disable()
         try:

@@ -1,12 +1,12 @@
-"""Sends and downloads the state of a run in strands. Each rank serves its own strands to newcomers, and rank 0 says
-which rank has which strand. The ranks of a newcomer download their own strands."""
+"""Serves the parts of a state to newcomers, and downloads those of other peers. With strands, each rank serves its own,
+and rank 0 says which rank has which. The ranks of a newcomer download their own strands."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Annotated
@@ -16,23 +16,23 @@ import msgspec
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.interrupts import result_of
-from shoal.optim.state import for_newcomer
 from shoal.p2p.errors import P2PError, PeerUnreachable, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Reply, Service
 from shoal.swarm.duties import STATES
 from shoal.swarm.gates import gate_of
+from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Digest, Tip
-from shoal.transfer.donor import Offer, Snapshot, StateDonor
-from shoal.transfer.transfer import Downloaded, DownloadFailed, Reserve, download_state
+from shoal.transfer.donor import EncodedState, Offer, StateDonor
+from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, Reserve, download_state
 
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 10.0  # the time that a peer may take to say which of its ranks carry which strands
 MOST = 1024  # the largest number of strands, and of ranks of a cluster
 MOST_ADDRESSES = 8  # the largest number of addresses of a rank
-MOST_ASKED = 16  # the largest number of peers from which strands are downloaded
+MOST_ASKED = 16  # the largest number of clusters from which strands are downloaded
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
@@ -65,28 +65,38 @@ class Carriers(msgspec.Struct, tag=2, array_like=True, frozen=True):
         return len(self.numbers) == strands and max(self.numbers) < len(self.ranks)
 
 
-class StrandStates:
-    """A rank's part in sending and downloading strands.
+class Donors:
+    """Serves the parts of the state that this rank has to newcomers, and downloads parts of other peers' states.
+
+    The state of a run of single processes has one part, and each peer is the donor of it. With strands, each strand is
+    a part. Each rank is the donor of its own strands, and rank 0 of a cluster says which rank that is.
 
     Args:
         dht: the DHT of this rank, which is admitted to the run (`admit_to`).
         run_id: the name of the run.
-        count: the number of strands.
-        max_nbytes: the largest size of a downloaded strand, in bytes.
+        count: the number of parts.
+        max_nbytes: the largest size of a downloaded part, in bytes.
+        relayed: returns the peers that are asked for a part only if nobody else is left; it is called on the reactor.
     """
 
-    def __init__(self, dht: DHT, run_id: str, count: int, max_nbytes: int) -> None:
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        count: int,
+        max_nbytes: int,
+        relayed: Callable[[], Collection[PeerID]] = tuple,
+    ) -> None:
         self._dht, self._run_id, self._count, self._max_nbytes = dht, run_id, count, max_nbytes
-        self._gate = gate_of(dht.node, run_id)
+        self._relayed, self._gate = relayed, gate_of(dht.node, run_id)
         admit = (lambda peer: None) if self._gate is None else self._gate.admit
         self._service = Service(f"strands/{run_id}", WhoCarries | Carriers, admit=admit)
-        self._carriers: Carriers | None = None  # at rank 0
         self._donors: list[StateDonor] = []
         self._leave_gate: Callable[[], None] = lambda: None
         self._random = random.Random(dht.peer_id.key)
 
-    def _name(self, strand: int) -> str:
-        return f"strand {strand} of {self._count}/{self._run_id}"
+    def _name(self, part: int) -> str:
+        return f"state/{self._run_id}" if self._count == 1 else f"strand {part} of {self._count}/{self._run_id}"
 
     def meet(self, first: Carrier) -> None:
         """At other ranks: join the DHT of rank 0 (`first`), because the user may have given ranks different initial
@@ -100,7 +110,7 @@ class StrandStates:
 
         self._dht.submit(meet()).result()
 
-    # -- strands for newcomers
+    # -- for newcomers
 
     @property
     def me(self) -> Carrier:
@@ -109,40 +119,40 @@ class StrandStates:
 
     @property
     def asked_at(self) -> float:
-        """The time of the last request for a strand, on the loop's clock."""
+        """The time of the last request for a part, on the loop's clock."""
         return max((donor.asked_at for donor in self._donors), default=float("-inf"))
 
-    def give(
+    def serve(
         self,
         mine: Iterable[int],
-        copy: Callable[[int], Snapshot],
+        copy: Callable[[int], Awaitable[EncodedState]],
         tip: Callable[[], Tip],
-        line: Callable[[], bytes],
-        allow: bool,
+        offer: Callable[[], Offer],
+        allow: bool = True,
+        asked: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve the strands of this rank to newcomers.
+        """Serve parts to newcomers. Call this before newcomers meet this peer.
 
         Args:
-            mine: the numbers of the strands.
-            copy: takes a snapshot of a strand, given its number.
-            tip, allow: see `StateDonor`.
-            line: returns the lineages of the state, see `Offer`.
+            mine: the numbers of the parts that this rank has.
+            copy: takes a copy of a part, given its number; see `StateDonor`.
+            tip, allow, asked: see `StateDonor`.
+            offer: returns what is said of the state: its priority, and the lineages that lead to it.
         """
 
-        async def give() -> None:
+        async def serve() -> None:
             compute_serially()
             node, gate = self._dht.node, self._gate
             if gate is not None:
                 self._leave_gate = gate.enter(lambda key: None, lambda: None)
-            for strand in mine:
-                take = partial(for_newcomer, partial(copy, strand))
-                donor = StateDonor(node, self._name(strand), take, tip, allow, gate, lambda: Offer(line=line()))
-                self._donors.append(donor)
+            for part in mine:
+                take = partial(copy, part)
+                self._donors.append(StateDonor(node, self._name(part), take, tip, allow, gate, offer, asked))
 
-        self._dht.submit(give()).result()
+        self._dht.submit(serve()).result()
 
     def say_who_carries(self, carriers: Carriers) -> None:
-        """At rank 0: answer the peers that ask which rank carries which strand."""
+        """At rank 0 of a cluster: answer the peers that ask which rank carries which strand."""
 
         def answer(peer: PeerID, message: object, _buffers: object) -> Reply:
             if self._gate is not None:
@@ -170,17 +180,19 @@ class StrandStates:
         if self._dht.is_alive():
             self._dht.submit(stop()).result()
 
-    # -- strands of other clusters
+    # -- of other peers
 
-    def who_carries(self, donors: Sequence[PeerID]) -> list[Carriers]:
-        """Ask other clusters which of their ranks carry which strands.
+    def who_carries(self, donors: Sequence[PeerID]) -> list[list[Carrier]]:
+        """For each part of the state, the ranks that carry it. With several parts, the peers are asked.
 
         Args:
-            donors: the rank 0 of each cluster.
+            donors: peers of the run: single processes, or the rank 0 of each cluster.
 
         Raises:
-            DownloadFailed: if no cluster answers, with the reason of each.
+            DownloadFailed: if no peer answers, with the reason of each.
         """
+        if self._count == 1:
+            return [[Carrier(donor.key) for donor in donors]]
         failed: dict[PeerID, str] = {}
 
         async def ask(donor: PeerID) -> Carriers | None:
@@ -203,35 +215,85 @@ class StrandStates:
         if not found:
             reasons = "; ".join(f"{donor!r}: {reason}" for donor, reason in failed.items())
             raise DownloadFailed(f"no peer says who carries its strands. {reasons or 'There was nobody to ask'}")
-        return found
+        return [[said.ranks[said.numbers[part]] for said in found] for part in range(self._count)]
 
-    def begin(
+    async def download(
         self,
-        strand: int,
+        part: int,
+        carriers: Sequence[Carrier],
+        timeout: float,
+        wanted: Callable[[Tip], bool],
+        reserve: Reserve | None = None,
+    ) -> Downloaded:
+        """Download a part of a state, on the reactor.
+
+        Args:
+            part: the number of the part.
+            carriers: the ranks that carry it.
+            timeout, wanted, reserve: see `download_state`.
+
+        Raises:
+            AveragingError: as `download_state`.
+        """
+        node = self._dht.node
+        for carrier in carriers:
+            if carrier.addresses and not node.known_addresses(carrier.peer):  # those that a peer itself tells are newer
+                node.learn(carrier.peer, _addresses_of(carrier))
+        return await download_state(
+            node,
+            self._name(part),
+            [carrier.peer for carrier in carriers],
+            timeout=timeout,
+            rng=self._random,
+            relayed=self._relayed(),
+            max_nbytes=self._max_nbytes,
+            wanted=wanted,
+            reserve=reserve,
+        )
+
+    def fetch(
+        self,
+        part: int,
         carriers: Sequence[Carrier],
         timeout: float,
         wanted: Callable[[Tip], bool],
         reserve: Reserve | None = None,
     ) -> Future[Downloaded]:
-        """Begin to download a strand from the ranks that carry it, see `download_state`."""
+        """Begin to `download` a part of a state."""
+        return self._dht.submit(self.download(part, carriers, timeout, wanted, reserve))
 
-        async def download() -> Downloaded:
-            node = self._dht.node
-            for carrier in carriers:
-                if not node.known_addresses(carrier.peer):  # addresses that the peer itself has told are newer
-                    node.learn(carrier.peer, _addresses_of(carrier))
-            return await download_state(
-                node,
-                self._name(strand),
-                [carrier.peer for carrier in carriers],
-                timeout=timeout,
-                rng=self._random,
-                max_nbytes=self._max_nbytes,
-                wanted=wanted,
-                reserve=reserve,
-            )
+    def fetch_all(
+        self,
+        mine: Sequence[int],
+        carriers: Sequence[Sequence[Carrier]],
+        timeout: float,
+        wanted: Callable[[Tip], bool],
+        known: Mapping[int, Downloaded],
+    ) -> list[Downloaded]:
+        """Download several parts of one state at once.
 
-        return self._dht.submit(download())
+        Args:
+            mine: the numbers of the parts.
+            carriers: from `who_carries`.
+            timeout, wanted: see `download_state`.
+            known: parts that this rank has already, by number.
+
+        Raises:
+            DownloadFailed: if one of them can't be downloaded.
+            NoMemoryForState: if the reason is that there is no memory for it.
+        """
+        found, failed = dict(known), list[DownloadFailed]()
+        missing = [part for part in mine if part not in found]
+        under_way = [self.fetch(part, carriers[part], timeout, wanted) for part in missing]
+        for part, future in zip(missing, under_way, strict=True):
+            try:
+                found[part] = result_of(future)
+            except AveragingError as error:
+                kind = NoMemoryForState if isinstance(error, NoMemoryForState) else DownloadFailed
+                failed.append(kind(f"strand {part}: {error}"))
+        if failed:
+            raise max(failed, key=lambda one: isinstance(one, NoMemoryForState))  # the first of its kind
+        return [found[part] for part in mine]
 
 
 def _addresses_of(carrier: Carrier) -> list[Multiaddr]:
