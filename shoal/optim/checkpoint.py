@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import groupby, product
+from operator import itemgetter
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Placed, shared_by_all
@@ -39,6 +40,8 @@ OWN = KERNELS | OF_PARAMETERS  # the options that each rank has for itself
 StateDict = dict[str, Any]
 Kept = dict[int, dict[str, Any]]
 """What an optimizer keeps of its parameters, by their number in it and by name."""
+Spread = Strands | Placed
+"""How the values of an optimizer's parameters lie at each rank."""
 
 
 class StrandState:
@@ -226,20 +229,15 @@ class StrandCheckpoint:
                     drift.forget_residuals()
                 else:
                     scatter(strands, state.optimizer, whole.outer)
-                    anchors = strands.deal(self._whole_anchors(whole.drift))
+                    anchors = {n: like for n, like in enumerate(state.described) if like.requires_grad}
+                    if whole.drift is not None:
+                        each = zip(anchors.items(), whole.drift["anchor"], strict=True)
+                        anchors = {number: anchor.to("cpu", like.dtype) for (number, like), anchor in each}
+                    anchors = strands.deal(anchors)
                     drift.load_state_dict({**moved, "anchor": [anchors[place] for place in sorted(anchors)]})
             if state.scheduler is not None and "scheduler" in rest:
                 state.scheduler.load_state_dict(rest["scheduler"])
             self._settle(rest["epoch"], rest)
-
-    def _whole_anchors(self, drift: Mapping[str, Any] | None) -> dict[int, Tensor]:
-        """The anchor of each trained parameter, by its number. At other ranks than 0 they have no memory."""
-        places = self._strands.numbers[0]
-        dtypes = {number: self._state.parameters[place].dtype for number, place in enumerate(places)}
-        trained = [number for number, parameter in enumerate(self._strands.model) if parameter.requires_grad]
-        if drift is None:
-            return {n: torch.empty(self._strands.model[n].shape, dtype=dtypes[n], device="meta") for n in trained}
-        return {n: anchor.to("cpu", dtypes[n]) for n, anchor in zip(trained, drift["anchor"], strict=True)}
 
     def _inner(self, drift: Drift) -> Placed:
         return Placed(self._strands.group, parameters_of(drift.inner))
@@ -367,29 +365,6 @@ class StrandCheckpoint:
 # -- between the pieces of all ranks and whole tensors at rank 0
 
 
-class Spread(Protocol):
-    """How the values of some tensors lie at each rank: `Strands`, or `Placed`."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-
-    @property
-    def model(self) -> Sequence[Tensor]: ...
-    @property
-    def numbers(self) -> Sequence[Sequence[int]]: ...
-    def is_cut(self, name: str, value: object, like: Tensor) -> bool: ...
-    def collect(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]: ...
-    def deal(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]: ...
-    def described_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """Stands for a tensor that only rank 0 has. It has the shape of its parameter."""
-
-    dtype: torch.dtype
-
-
 def gathered(spread: Spread, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> StateDict:
     """Gather the state of an optimizer. All ranks call this at once.
 
@@ -409,15 +384,12 @@ def gathered(spread: Spread, optimizer: torch.optim.Optimizer, own: Sequence[Ten
         for name, value in kept[place].items()
         if spread.is_cut(name, value, own[place])
     }
-    numbers: dict[str, list[int]] = {}
-    for name, number in shared_by_all(spread.group, sorted(mine)):
-        numbers.setdefault(name, []).append(number)
     wholes: dict[str, dict[int, Tensor]] = {}
-    for name in numbers:
+    for name, pairs in groupby(shared_by_all(spread.group, sorted(mine)), itemgetter(0)):
         values = {}
-        for place in (places[number] for places in spread.numbers for number in numbers[name]):
-            value = kept[place].get(name)
-            values[place] = value if spread.is_cut(name, value, own[place]) else torch.zeros_like(own[place])
+        for (_, number), places in product(list(pairs), spread.numbers):
+            value, like = kept[places[number]].get(name), own[places[number]]
+            values[places[number]] = value if spread.is_cut(name, value, like) else torch.zeros_like(like)
         wholes[name] = spread.collect(values)
     if spread.rank:
         return {}
@@ -441,37 +413,27 @@ def scatter(spread: Spread, optimizer: torch.optim.Optimizer, whole: StateDict |
         spread, optimizer: see `gathered`.
         whole: at rank 0 the state dict, which stays as it is; None at other ranks.
     """
-    skeleton: StateDict = {}
-    if whole is not None:  # everything but the tensors of whole parameters
-        skeleton = {
-            "state": {
-                number: {name: _told_of(name, value, spread.model[number]) for name, value in held.items()}
-                for number, held in whole["state"].items()
-            },
-            "param_groups": whole["param_groups"],
-        }
-    told = copy.deepcopy(shared_by_all(spread.group, skeleton))
+    skeleton: Kept = {}
+    for number, held in ({} if whole is None else whole["state"]).items():
+        skeleton[number] = {name: _told_of(name, value, spread.model[number]) for name, value in held.items()}
+    told, given = shared_by_all(spread.group, (skeleton, [] if whole is None else whole["param_groups"]))
     wholes: dict[str, dict[int, Tensor]] = {}
-    for number, held in told["state"].items():
-        for name, value in held.items():
-            if isinstance(value, Elsewhere):
-                nothing = torch.empty(spread.model[number].shape, dtype=value.dtype, device="meta")
-                here = nothing if whole is None else whole["state"][number][name]
-                wholes.setdefault(name, {})[number] = here
+    for number, held in told.items():
+        for name in [name for name, value in held.items() if _is_elsewhere(value)]:
+            wholes.setdefault(name, {})[number] = (told if whole is None else whole["state"])[number][name]
     dealt = {name: spread.deal(wholes[name]) for name in sorted(wholes)}
     state = {
-        place: {
-            name: dealt[name][place] if isinstance(value, Elsewhere) else copy.deepcopy(value)
-            for name, value in told["state"].get(number, {}).items()
+        places[number]: {
+            name: dealt[name][places[number]] if _is_elsewhere(value) else copy.deepcopy(value)
+            for name, value in held.items()
         }
         for places in spread.numbers
-        for number, place in enumerate(places)
-        if number in told["state"]
+        for number, held in told.items()
     }
     groups = [
-        {name: value for name, value in given.items() if name not in OF_PARAMETERS}
+        {name: value for name, value in options.items() if name not in OF_PARAMETERS}
         | {name: value for name, value in group.items() if name in OF_PARAMETERS}
-        for group, given in zip(optimizer.param_groups, told["param_groups"], strict=True)
+        for group, options in zip(optimizer.param_groups, given, strict=True)
     ]
     with without_hooks(optimizer):
         load_as_saved(optimizer, {"state": state, "param_groups": _numbered(groups)})
@@ -484,9 +446,15 @@ def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _told_of(name: str, value: object, parameter: Tensor) -> object:
-    if isinstance(value, Tensor):  # a counter gets the shape that torch gives new ones, which checkpoints of ranks have
-        return Elsewhere(value.dtype) if is_of_parameter(name, value, parameter) else value.reshape(())
-    return value
+    """What the other ranks hear of a value in a whole state: of a tensor like its parameter, one without memory. A
+    counter gets the shape that torch gives new ones, which checkpoints of ranks have."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("meta") if is_of_parameter(name, value, parameter) else value.reshape(())
+
+
+def _is_elsewhere(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def is_of_parameter(name: str, value: object, parameter: Tensor) -> bool:
