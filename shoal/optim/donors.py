@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
-from shoal.interrupts import result_of
+from shoal.interrupts import finished, result_of
 from shoal.p2p.errors import P2PError, PeerUnreachable, Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -167,8 +167,8 @@ class Donors:
 
         self._dht.submit(say()).result()
 
-    def stop(self) -> None:
-        """Stop serving newcomers."""
+    def stop(self, timeout: float | None = None) -> None:
+        """Stop serving newcomers; wait for that at most for `timeout` seconds."""
 
         async def stop() -> None:
             self._dht.node.stop_serving(self._service)
@@ -178,7 +178,7 @@ class Donors:
             self._leave_gate()
 
         if self._dht.is_alive():
-            self._dht.submit(stop()).result()
+            finished(self._dht.reactor.submit(stop()), timeout)
 
     # -- of other peers
 

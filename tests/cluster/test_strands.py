@@ -59,7 +59,7 @@ def test_a_single_process_carries_all_strands() -> None:
     strands.spread([torch.zeros(1)])
     assert all(torch.equal(*each) for each in zip(model.parameters(), before, strict=True))
     wholes = strands.collect(dict(enumerate(strands.pieces)))
-    assert all(torch.equal(*each) for each in zip(wholes, before, strict=True))
+    assert all(torch.equal(*each) for each in zip(wholes.values(), before, strict=True))
     assert all(torch.equal(piece, strands.pieces[place]) for place, piece in strands.deal(wholes).items())
 
 
