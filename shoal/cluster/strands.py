@@ -7,8 +7,8 @@ memory. Values move between the model, as FSDP2 or DDP have placed it, and the p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shoal.cluster.exchange import Exchange, Part
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
 from shoal.cluster.whole import digest_of, local
-from shoal.flat import holders_of, living_modules
+from shoal.flat import Places, holders_of, is_per_tensor, living_modules
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -41,8 +43,8 @@ class Strands:
     however many ranks there are. All ranks carry the same number of strands. They carry them in the order of the shards
     that they hold, so a rank carries nearly the same elements that it holds; only some at the borders differ.
 
-    All methods except `digest` and `clear` are collectives: all ranks call them at the same time. Values are moved bit
-    for bit.
+    The methods that move values are collectives: all ranks call them at the same time. Values are moved bit for bit.
+    Modules keep the model's parameters when the user loads others with `assign=True`.
 
     Args:
         cluster: the ranks. Their number divides the number of strands.
@@ -62,11 +64,15 @@ class Strands:
         of: by the id of a piece: the model's parameter.
         is_ahead: whether the pieces were changed since they were last spread to the model. Code that changes them sets
             this.
+        always_sends_frozen: see `shoal.optim.division.Division`.
+        are_everywhere, are_here, are_pieces: see `Shards`.
 
     Raises:
         ValueError: if `params` contains something other than parameters, or a parameter that is neither sharded on dim
             0 over exactly these ranks nor held whole by all of them. Then nothing was changed.
     """
+
+    always_sends_frozen = are_everywhere = are_here = are_pieces = True
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
         self.group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
@@ -103,6 +109,8 @@ class Strands:
             self.params: list[Any] = self.groups
         else:
             self.params = made[0]
+        self._places = Places(self.model)
+        self._places.keep()
         self.gather_parameters()
 
     def _each(self, items: Sequence[tuple[str | None, Tensor]], first: int, strands: int) -> list[Any]:
@@ -189,47 +197,57 @@ class Strands:
 
     # -- between rank 0 and the pieces
 
+    def is_cut(self, name: str, value: object, like: Tensor) -> bool:
+        """Whether a value in the state of the piece `like` has an element for each of its elements, so that rank 0 has
+        only a part of it."""
+        return isinstance(value, Tensor) and value.shape == like.shape and not is_per_tensor(name, value)
+
     @torch.no_grad()
-    def gather(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Gather values of all pieces, such as their momentum, as whole tensors at rank 0.
+    def collect(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Gather values of pieces, such as their momentum, as whole tensors at rank 0.
 
         Args:
-            values: one tensor for each of `pieces`, of the same shape. All ranks use the same dtype for a parameter.
+            values: by the index of the piece, a tensor of the same shape. All ranks have values for all pieces of the
+                same parameters, and of the same dtype.
 
         Returns:
-            At rank 0 a CPU tensor for each parameter of the model, of the same shape; at other ranks an empty list.
+            At rank 0, by the number of the parameter, a CPU tensor of its shape; {} at other ranks.
         """
-        wholes = []
+        wholes = {}
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
-                parts = self._parts(number, values)
-                wants = []
+                if self._pieces_of[number][0] not in values:
+                    continue
+                parts, wants = self._parts(number, values), []
                 if self.rank == 0:
-                    wholes.append(torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu"))
-                    wants = [Part(0, wholes[-1].view(-1))]
+                    wholes[number] = torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu")
+                    wants = [Part(0, wholes[number].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))
                 exchange.add(route, parts, wants, parameter.device)
         return wholes
 
     @torch.no_grad()
-    def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """The reverse of `gather`.
+    def deal(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The reverse of `collect`.
 
         Args:
-            wholes: at rank 0, one tensor for each parameter of the model, of the same shape. At other ranks, only the
-                dtypes of the tensors count; they may be on the device "meta".
+            wholes: at rank 0, by the number of the parameter, a tensor of its shape. At other ranks only the dtypes of
+                the tensors count; they may be on the device "meta".
 
         Returns:
-            One tensor for each of `pieces`, of the same shape and on the same device.
+            By the index of the piece, a tensor of the same shape and on the same device.
         """
-        found = [torch.empty(0)] * len(self.pieces)
+        found: dict[int, Tensor] = {}
         with Exchange(self.group, self._size) as exchange:
-            for number, (parameter, whole) in enumerate(zip(self.model, wholes, strict=True)):
+            for number, whole in sorted(wholes.items()):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
                 has = [Part(0, whole.detach().reshape(-1))] if self.rank == 0 else []
-                route = self._route(self._at_first(parameter), self._owned[number])
-                exchange.add(route, has, self._parts(number, found), parameter.device)
+                route, device = (
+                    self._route(self._at_first(self.model[number]), self._owned[number]),
+                    self.model[number].device,
+                )
+                exchange.add(route, has, self._parts(number, found), device)
         return found
 
     def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
@@ -240,10 +258,41 @@ class Strands:
         copy."""
         return [Part(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
 
-    def _parts(self, number: int, tensors: Sequence[Tensor]) -> list[Part]:
-        """The parts of that parameter that this rank carries, in `tensors`, which has one tensor for each piece."""
+    def _parts(self, number: int, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Part]:
+        """The parts of that parameter that this rank carries, in `tensors`, which has one tensor for each piece, by its
+        index."""
         places = zip(self._spans[number], self._pieces_of[number], strict=True)
         return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+
+    # -- the parts of the state, see `shoal.optim.division.Division`
+
+    def divided(self, values: Sequence[T]) -> list[list[T]]:
+        """Divide one value for each of `pieces` among the strands of this rank."""
+        return [[values[place] for place in places] for places in self.numbers]
+
+    def hashed(self, values: Sequence[Tensor], flat: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors whose hash is the digest of each strand: the pieces, so that any ranks get the same."""
+        return self.divided(values)
+
+    def described(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors without memory, with the shape of each parameter of the model and the dtype of its pieces."""
+        return [
+            torch.empty(model.shape, dtype=mine.dtype, device="meta", requires_grad=mine.requires_grad)
+            for model, mine in zip(self.model, self.divided(values)[0], strict=True)
+        ]
+
+    def described_names(self, names: Sequence[str]) -> list[str]:
+        """The names of the model's parameters, given those of the pieces."""
+        return [name.rpartition("[")[0] for name in self.divided(names)[0]] if names else []
+
+    def described_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups with the pieces of the first strand only, under the names of the model's parameters."""
+        found = []
+        for group in groups:
+            count = len(group["params"]) // len(self.mine)
+            names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
+            found.append({**group, "params": group["params"][:count]} | ({"param_names": names} if names else {}))
+        return found
 
     # -- what ranks compare
 

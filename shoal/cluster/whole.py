@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,14 +28,17 @@ class Whole:
     Attributes:
         params: the same with whole parameters in place of sharded ones, for the optimizer of rank 0. At other ranks the
             whole parameters have no memory.
+        given: the parameters as they were given.
         model: the model's parameters, in order.
         of: by the id of a parameter in `params`: the model's parameter.
     """
 
+    are_everywhere = are_pieces = is_ahead = False
+
     def __init__(self, group: dist.ProcessGroup, params: Iterable[Any]) -> None:
         self._group, self._source = group, dist.get_global_rank(group, 0)
-        self._is_first = dist.get_rank(group) == 0
-        given = list(params)
+        self.are_here = self._is_first = dist.get_rank(group) == 0
+        self.given = given = list(params)
         self._has_stepped = False
         self.model: list[Tensor] = []
         self.of: dict[int, Tensor] = {}
@@ -134,6 +137,45 @@ class Whole:
     def digest(self) -> bytes:
         """See `digest_of`."""
         return digest_of(self.model)
+
+
+class Placed:
+    """Values that lie as a model's own parameters do at each rank: whole, or sharded. Its methods are collectives.
+
+    Args:
+        group: the ranks; None for a single process.
+        model: the parameters.
+
+    Attributes:
+        group, model: as given.
+        rank: this rank.
+        numbers: the indices of the parameters, once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, model: Sequence[Tensor]) -> None:
+        self.group, self.model, self.rank = group, model, 0 if group is None else dist.get_rank(group)
+        self.numbers = [range(len(model))]
+
+    def is_cut(self, name: str, value: object, like: Tensor) -> bool:
+        """Whether rank 0 may have only a part of a value of the state of a parameter."""
+        return isinstance(value, Tensor)
+
+    def collect(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The values in one piece, by the number of their parameter."""
+        return {number: full(value) for number, value in values.items()}
+
+    def deal(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of tensors that rank 0 has in one piece, with the placements of the parameters. At other ranks only
+        their dtypes count; they are on the device "meta"."""
+        found = {}
+        for number, whole in wholes.items():
+            made = cut(self.group, None if whole.is_meta else whole, whole.dtype, self.model[number])
+            found[number] = made.clone() if made is whole else made
+        return found
+
+    def described_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The parameter groups of the model."""
+        return [dict(group) for group in groups]
 
 
 def digest_of(model: Iterable[Tensor]) -> bytes:

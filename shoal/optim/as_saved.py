@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,29 @@ def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
     if kind.load_state_dict is torch.optim.Optimizer.load_state_dict and not is_torchs and has_torchs_form(state_dict):
         _put_back(optimizer, state_dict)
     after_loading(optimizer)
+
+
+def load_exactly(
+    optimizer: torch.optim.Optimizer, kept: Mapping[int, dict[str, Any]], options: Sequence[Mapping[str, Any]]
+) -> None:
+    """Set everything that an optimizer keeps of its parameters, to the bit and without code of its class.
+
+    Args:
+        optimizer: the optimizer.
+        kept: by the number of a parameter, what it will keep.
+        options: for each parameter group, options that replace the present ones.
+    """
+    parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()
+    for number, values in kept.items():
+        parameter, group = parameters[number]
+        if values:
+            optimizer.state[parameter] = {
+                name: value.to(device_of(value, parameter, group)) if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        group.update(given)
 
 
 def _put_back(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

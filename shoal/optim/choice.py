@@ -7,26 +7,36 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.averaging.exchange import Vector
+from shoal.cluster.shards import Shards
+from shoal.cluster.strands import Strands
 from shoal.dht.dht import DHT
+from shoal.flat import Shown
 from shoal.optim.accumulator import EpochGradients
-from shoal.optim.drift import Anchors, Drift, Inner
+from shoal.optim.alike import check_steps_pieces
+from shoal.optim.checkpoint import Checkpoint, OwnCheckpoint, StrandCheckpoint
+from shoal.optim.division import Undivided
+from shoal.optim.drift import Anchors, Drift, Inner, fragments_of
 from shoal.optim.epoch import Background
 from shoal.optim.grad_averager import AveragerSum
 from shoal.optim.gradients import Gradients
 from shoal.optim.kept import Keeper
 from shoal.optim.local_steps import LocalSteps
-from shoal.optim.rounds import AveragerRounds, InTheRun, Rounds
+from shoal.optim.pieces import Own, StrandPieces
+from shoal.optim.rounds import AveragerRounds, InTheRun, Rounds, Strand, StrandRounds
 from shoal.optim.settings import (
     PLACE_TIMES,
     AnyOptimizer,
     AnyScheduler,
-    Params,
     Settings,
     Stepped,
     make_outer,
     make_trained,
 )
+from shoal.optim.shown_copies import shown_of, shown_of_pieces
 from shoal.optim.state import Replica
+from shoal.optim.strand_averager import StrandAverager
+from shoal.optim.work import Work
 
 
 class Made(NamedTuple):
@@ -42,32 +52,56 @@ class Made(NamedTuple):
 
 
 def make_torch(
-    settings: Settings, optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None
+    settings: Settings, optimizer: AnyOptimizer, scheduler: AnyScheduler | None, shards: Shards, *, is_cluster: bool
 ) -> Made:
-    """Make the torch objects of a process alone. Raises ValueError as `make_trained` and `make_outer`."""
+    """Make the torch objects of this rank. Raises ValueError as `make_trained` and `make_outer`."""
+    if not shards.are_here:  # rank 0 has the state; here the optimizer only shows its groups
+        users = make_trained(optimizer, shards.params, None, on_host=False, in_cluster=True)
+        return Made(users, users)
     places: dict[str, Any] = {
         "on_host": settings.offload_optimizer,
         "in_background": settings.delay_optimizer_step,
+        "in_cluster": is_cluster,
         "frozen": settings.sends_frozen,
-        "calls_closure": settings.moves_within_epochs,
+        "calls_closure": settings.moves_within_epochs and not is_cluster,
     }
     if settings.outer is None:
         by_average = not settings.use_local_updates
-        users = make_trained(optimizer, params, scheduler, **places, steps_average=by_average)
+        users = make_trained(optimizer, shards.params, scheduler, **places, steps_average=by_average)
         return Made(users, users)
-    users, anchor, outer = make_outer(settings.outer, optimizer, params, scheduler, **places)
+    params, pieces = (shards.given, shards.groups) if isinstance(shards, Strands) else (shards.params, None)
+    users, anchor, outer = make_outer(settings.outer, optimizer, params, scheduler, **places, pieces=pieces)
     return Made(users, Stepped(outer, None, anchor))
 
 
-def make_state(made: Made, extra_tensors: list[Tensor], settings: Settings, dht: DHT) -> Replica:
-    """Make the state of a process alone."""
+def make_state(made: Made, extra_tensors: list[Tensor], settings: Settings, shards: Shards, dht: DHT) -> Replica:
+    """Make the state of this rank."""
     optimizer, scheduler, host = made.stepped
     keeper = Keeper(settings.kept_state_dir, dht.peer_id.key)
-    return Replica(optimizer, scheduler, extra_tensors, settings, host, keeper, made.users)
+    if not isinstance(shards, Strands):
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        division = Undivided(own)
+        return Replica(optimizer, scheduler, extra_tensors, settings, host, division, Own, keeper, made.users)
+    check_steps_pieces(made.stepped, shards)
+    in_backward = shards.pieces if settings.outer is None else shards.model
+
+    def pieces(model: object, frozen: object, placement: Any) -> StrandPieces:
+        return StrandPieces(shards, in_backward, placement)
+
+    return Replica(optimizer, scheduler, extra_tensors, settings, host, shards, pieces, keeper, made.users)
 
 
-def make_rounds(optimizer: Optimizer, settings: Settings, state: Replica, made: Made, dht: DHT) -> Rounds:
-    """Make the work of a process alone, and the rounds in which it is averaged.
+def shown_by(made: Made, shards: Shards, settings: Settings, wait: Any) -> Shown:
+    """What users see of the optimizer."""
+    if isinstance(shards, Strands) and settings.outer is None:
+        return shown_of_pieces(made.users.optimizer, shards)
+    return shown_of(made.users.optimizer, made.users.host, wait)
+
+
+def make_rounds(
+    optimizer: Optimizer, settings: Settings, state: Replica, made: Made, shards: Shards, dht: DHT
+) -> Rounds:
+    """Make the work of this rank, and the rounds in which it is averaged.
 
     Args:
         optimizer: the `shoal.Optimizer`.
@@ -75,6 +109,8 @@ def make_rounds(optimizer: Optimizer, settings: Settings, state: Replica, made: 
     Raises:
         ValueError: as `AveragerSum`, for what the factory makes.
     """
+    if isinstance(shards, Strands):
+        return _of_strands(optimizer, settings, state, made, shards, dht)
     pieces, codec, feedback = state.pieces, settings.grad_compression, settings.error_feedback
     if settings.use_local_updates:
         return InTheRun(LocalSteps(optimizer, pieces, state.wrapped, state.step_locally))
@@ -110,6 +146,55 @@ def _drift(optimizer: Optimizer, settings: Settings, state: Replica, users: Step
     return Drift(
         optimizer, state.of_model, settings.outer, inner, state.trained, anchors, codec, feedback, watched=state.trained
     )
+
+
+def _of_strands(
+    optimizer: Optimizer, settings: Settings, state: Replica, made: Made, strands: Strands, dht: DHT
+) -> StrandRounds:
+    """The gradients of this rank's strands, or the drift of their pieces, and their rounds."""
+    codec, feedback = settings.grad_compression, settings.error_feedback
+
+    def strand(vector: Vector, number: int, fragment: int = 0) -> Strand:
+        count = len(strands.carriers)
+        return Strand(vector, StrandAverager(vector, number, count, fragment, lambda: state.tip, settings, dht))
+
+    if settings.outer is None:
+        trained = [[piece for piece in part.parameters if piece.requires_grad] for part in state.parts]
+        sums = [EpochGradients(pieces, codec, error_feedback=feedback) for pieces in trained]
+        work = Gradients(optimizer, state.pieces, sums, trained, state.wrapped, is_exact=True)
+        turns = [[strand(*each) for each in zip(sums, strands.mine, strict=True)]]
+        return StrandRounds(work, turns, strands.carriers)
+    model = [parameter for parameter in strands.model if parameter.requires_grad]
+    fragments = fragments_of(settings.outer.fragments, model)
+    numbers = {id(piece): number for number, piece in enumerate(state.trained)}
+    of_strand = [
+        [numbers[id(piece)] for piece in map(strands.pieces.__getitem__, places) if piece.requires_grad]
+        for places in strands.numbers
+    ]  # the number of the piece, for each strand and trained parameter
+    drift = Drift(
+        optimizer,
+        state.of_model,
+        settings.outer,
+        Inner(made.users.optimizer, made.users.scheduler),
+        state.trained,
+        Anchors(state.stepped, state.optimizer, state.frozen_pairs, state.take_over),
+        codec,
+        feedback,
+        turns=[[[own[number] for number in fragment] for own in of_strand] for fragment in fragments],
+        watched=model,
+    )
+    turns = [
+        [strand(vector, number, fragment) for vector, number in zip(vectors, strands.mine, strict=True)]
+        for fragment, vectors in enumerate(drift.all_vectors)
+    ]
+    return StrandRounds(drift, turns, strands.carriers, repr(fragments).encode())
+
+
+def make_checkpoint(state: Replica, work: Work, shards: Shards) -> Checkpoint:
+    """Make what saves and loads the state."""
+    if isinstance(shards, Strands):
+        return StrandCheckpoint(state, shards, work if isinstance(work, Drift) else None)
+    return OwnCheckpoint(state, work)
 
 
 def background_of(settings: Settings, *, is_cluster: bool) -> Background:

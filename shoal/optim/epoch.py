@@ -10,26 +10,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
+from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.flat.allocation import memory_for
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulator import factor_of
+from shoal.optim.alike import check_alike, terms_of
+from shoal.optim.checkpoint import Checkpoint, StrandCheckpoint
+from shoal.optim.division import in_order
+from shoal.optim.donors import Carrier, Carriers, Donors
 from shoal.optim.eval_mode import Mode
 from shoal.optim.kept import Kept, read_kept
 from shoal.optim.pilot import Brought, End, Ended, Follow, GoOn, Load, Pilot, Recall, Settle, Standing, Wait
 from shoal.optim.reports import DownloadReport
 from shoal.optim.result import Result
-from shoal.optim.rounds import Rounds, in_order
+from shoal.optim.rounds import Rounds
 from shoal.optim.run import until
 from shoal.optim.settings import Settings
 from shoal.optim.state import AS_OBJECT, Replica, Rewritten, for_newcomer
@@ -43,12 +50,13 @@ from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Offer, StateDonor
+from shoal.transfer.donor import EncodedState, Offer
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingWanted
 
 log = logging.getLogger(__name__)
 
 KEPT_AGAIN_SECONDS = 60.0  # the time until this peer tries again to load a kept state for which it had no memory
+ATTEMPTS = 5  # tries to download all parts of one state, while the run continues
 APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has not applied yet
 TOLD, TOLD_SECONDS = 8, 60.0  # warnings of gradients that are not finite: at most so many in so many seconds
 
@@ -167,6 +175,22 @@ class Fetched(msgspec.Struct, array_like=True, frozen=True):
     lacks_memory: bool = False
 
 
+class Found(msgspec.Struct, array_like=True, frozen=True):
+    """A state of other peers, which this one loads; or why there is none.
+
+    Attributes:
+        tip: the name of the state; None if there is none.
+        carriers: for each part, the ranks of other peers that carry it.
+        why: why there is none.
+        is_wanted: whether one would do.
+    """
+
+    tip: Tip | None = None
+    carriers: list[list[Carrier]] = []
+    why: str = ""
+    is_wanted: bool = True
+
+
 class Keeps(msgspec.Struct, array_like=True, frozen=True):
     """What becomes of this peer's contribution when it loads another state.
 
@@ -200,6 +224,13 @@ RESTS = Question("rests", NoneType, bool)
 REPLAY = Question("replay", NoneType, bool)
 TIP = Question[None, Tip | None]("tip", NoneType, Tip | None)
 PAUSE = Question("pause", NoneType, bool)
+HOOKS = Question("hooks", NoneType, NoneType)
+COMMON = Question("common", NoneType, bytes)
+MISFITS = Question("misfits", str, list[str])
+TERMS = Question("terms", NoneType, dict[str, str])
+CARRIERS = Question("carriers", Carrier, list[Carrier])
+FIND = Question("find a state", NoneType, Found)
+FETCHED = Question("fetched", Fetched, list[Fetched])
 READY = Question("ready", Fetched, list[Fetched])
 KEEPS = Question("keeps", NoneType, Keeps)
 MAY_LOAD = Question("may load", NoneType, bool)
@@ -217,6 +248,7 @@ class Epoch:
         state: this rank's part of the state.
         rounds: in which rounds the work of this rank is averaged.
         pilot: asks the run, at rank 0.
+        donors: serves this rank's parts of the state, and downloads those of others.
         background: what the trainer does not wait for.
 
     Attributes:
@@ -232,9 +264,11 @@ class Epoch:
         state: Replica,
         rounds: Rounds,
         pilot: Pilot,
+        donors: Donors,
         background: Background,
     ) -> None:
         self._settings, self._team, self._state, self._rounds, self._pilot = settings, team, state, rounds, pilot
+        self._donors = donors
         self._work: Work = rounds.work
         self._background = background
         # If the round was called during a step, that step's samples may begin the next epoch. So the epoch ends before
@@ -506,11 +540,12 @@ class Epoch:
 
     def _name_state(self) -> None:
         """Hash the parts of all ranks."""
-        self.digest = self._state.pieces.name(self._team.all(DIGESTS, self._state.state_digest))
+        self.digest = self._state.named(self._team.all(DIGESTS, self._state.state_digest))
 
     def _checked(self, samples: float, is_finite: bool) -> float:
         """The samples behind what this rank has taken. If it is not finite at some rank, all drop it."""
-        if all(self._team.all(FINITE, is_finite)):
+        are_finite = self._team.all(FINITE, is_finite)
+        if all(are_finite):
             return samples
         self._work.drop()
         what, then = self._work.called
@@ -608,7 +643,8 @@ class Epoch:
         peers get the same bits."""
         if self._settings.max_grad_norm is None:
             return None
-        norms: list[float] = in_order(self._state.pieces.carriers, self._team.all(NORMS, self._work.norms()))
+        by_rank = self._team.all(NORMS, self._work.norms())
+        norms = in_order(self._state.division.carriers, by_rank)
         return norms[0] if len(norms) == 1 else float(sum(norm**2 for norm in norms)) ** 0.5
 
     def _apply(self, ended: Ended, *, is_accumulating: bool = False) -> None:
@@ -800,14 +836,27 @@ class Epoch:
 
     # -- this peer's state, for newcomers
 
-    def donor(self, service: str) -> StateDonor:
-        """Make the donor that serves this peer's state to newcomers, under the name `service`."""
-        run, state = self._pilot.run, self._state
-        allow = self._settings.averager_opts.get("allow_state_sharing", True)
-        asked, gate = run.swarm.keep_redo_log, run.swarm.gate
-        return StateDonor(
-            run.dht.node, service, self.take_snapshot, lambda: state.tip, allow, gate, self._offered, asked
-        )
+    def serve(self) -> None:
+        """Serve this rank's parts of the state to newcomers. In a cluster, the ranks meet each other in the DHT.
+
+        Raises:
+            ValueError: if this rank has other arguments than rank 0.
+        """
+        state, allow = self._state, self._settings.averager_opts.get("allow_state_sharing", True)
+        if not state.is_divided:
+            tip, asked = (lambda: state.tip), self._pilot.run.swarm.keep_redo_log
+            self._donors.serve(state.division.mine, self.take_snapshot, tip, self._offered, allow, asked)
+            return
+        terms = terms_of(state, self._settings)
+        of_first = self._team.decided(TERMS, lambda _: terms)
+        check_alike(terms, of_first)
+        offer = lambda: Offer(line=state.line.to_wire())  # noqa: E731
+        self._donors.serve(state.division.mine, self._copy_of_part, lambda: state.tip, offer, allow)
+        carriers = Carriers(tuple(self._team.all(CARRIERS, self._donors.me)), tuple(state.division.carriers))
+        self._donors.meet(carriers)
+
+    async def _copy_of_part(self, part: int) -> EncodedState:
+        return await for_newcomer(lambda: self._state.copy_of_part(part))
 
     def _offered(self) -> Offer:
         return Offer(self.priority(), self._state.line.to_wire())
@@ -817,7 +866,7 @@ class Epoch:
         last."""
         return -1.0 if self.is_behind else 0.0
 
-    async def take_snapshot(self) -> EncodedState:
+    async def take_snapshot(self, part: int) -> EncodedState:
         """A copy of this peer's state for newcomers.
 
         Raises:
@@ -879,27 +928,47 @@ class Epoch:
             if was_in_eval:
                 self._to_mode("eval")
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Optimizer`."""
+    def state_dict(self, checkpoint: Checkpoint, hooked: Optimizer) -> dict[str, Any]:
+        """See `Optimizer`. Hooks of users are called at rank 0.
+
+        Args:
+            checkpoint: saves the state.
+            hooked: the `shoal.Optimizer`, whose hooks are called around those of the wrapped one.
+        """
+        self._team.decided(HOOKS, lambda _: before_saving(hooked))
         self.settle()
         if self._work.is_at_start and self.state is not EpochState.CLOSED:
             self.take_over()  # the model is the anchor that is saved
-        state = self._state.state_dict()
-        state["shoal"] |= self._work.saved() | {"grad_averager": self._rounds.carried()}
-        return state
+        self._team.decided(HOOKS, lambda _: checkpoint.before_saving())
+        state = checkpoint.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Optimizer`."""
+        def save() -> dict[str, Any]:
+            state["shoal"]["grad_averager"] = self._rounds.carried()
+            return after_saving(hooked, state)
+
+        return self._team.at_first(save)
+
+    def load_state_dict(self, state_dict: dict[str, Any], checkpoint: Checkpoint, hooked: Optimizer) -> None:
+        """See `Optimizer` and `state_dict`."""
+        given = checkpoint.elsewhere
+
+        def prepare() -> None:
+            nonlocal given
+            found = before_loading(hooked, state_dict)
+            given = checkpoint.before_loading(found)
+            if self.state is not EpochState.CLOSED:
+                self._load_carried(found.get("shoal", {}).get("grad_averager", {}))
 
         def load() -> None:
-            if self.state is not EpochState.CLOSED:
-                self._load_carried(state_dict.get("shoal", {}).get("grad_averager", {}))
-            self._state.load_state_dict(state_dict, self._work.load_saved)
+            checkpoint.load_state_dict(given)
             self._work.settle_load()
 
         with self._state.keeping_model(self.is_busy):  # it was loaded before, and a step may be under way
             self.take_result(wait=True)
+        self._team.decided(HOOKS, lambda _: prepare())
         self.continue_from(load)
+        self._team.at_first(lambda: checkpoint.after_loading(given))
+        self._team.at_first(lambda: after_loading(hooked))
 
     def _load_carried(self, state: Mapping[str, Any]) -> None:
         try:
@@ -909,6 +978,32 @@ class Epoch:
                 f"the state dict was saved with another grad_averager_factory: {error}; to go on without what that "
                 'averager kept, remove state_dict["shoal"]["grad_averager"]'
             ) from error
+
+    def strands(self, checkpoint: StrandCheckpoint, hooked: Optimizer) -> dict[str, Any]:
+        """This rank's part of the state, for `torch.distributed.checkpoint`. See `state_dict`; each rank calls its own
+        hooks."""
+        before_saving(hooked)
+        self.take_result(wait=True)
+        common = self._team.decided(COMMON, lambda _: checkpoint.common())
+        return after_saving(hooked, checkpoint.save(common))
+
+    def load_strands(self, state: dict[str, Any], checkpoint: StrandCheckpoint, hooked: Optimizer) -> None:
+        """Continue from this rank's part of a state.
+
+        Raises:
+            ValueError: if a rank can't. Then nothing has changed.
+        """
+        given = before_loading(hooked, state)
+        misfits = self._team.all(MISFITS, checkpoint.misfit(given))
+        for misfit in filter(None, misfits):
+            raise ValueError(misfit)
+
+        def load() -> None:
+            checkpoint.load(given)
+            self._work.settle_load()
+
+        self.continue_from(load)
+        after_loading(hooked)
 
     def continue_from(self, load: Callable[[], None]) -> None:
         """Continue from another state, which `load` sets."""
@@ -1032,16 +1127,17 @@ class Epoch:
         self._rounds.leave()
         mine = self._state.tip
         try:
-            state = self._fetch(donors, timeout, to_join=to_join)
+            parts = self._fetch(donors, timeout, to_join=to_join)
         except NothingWanted as error:
             log.info("%s", error)
             return False
-        tip, work = state.manifest.tip, self._work
+        state, work = parts[0], self._work
+        tip = state.manifest.tip
         # What this peer has done in inner steps is kept on the new state, unless that state has it already, or the
         # owner has pinned another line of states.
         keeps = self._team.decided(KEEPS, lambda _: Keeps(self._pilot.may_be_in(mine), tip.pin == mine.pin))
         can_be_kept = keeps.can_be_kept and not work.was_loaded
-        load, kept = self._make_ready(state, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
+        load, kept = self._make_ready(parts, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
         givers = [donor.key for donor in state.chunks_from]
         fork = self._team.at_first(lambda: self._pilot.leave(mine, tip, state.line, givers, self._keep))
         with unbroken():
@@ -1071,11 +1167,13 @@ class Epoch:
     def _keep(self) -> str:
         return self._state.keep()
 
-    def _make_ready(self, state: Downloaded, *, copies: bool) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+    def _make_ready(
+        self, state: Sequence[Downloaded], *, copies: bool
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
         """Prepare to take over a state at all ranks. If one can't, none does.
 
         Args:
-            state: the state.
+            state: this rank's parts of the state.
             copies: whether to copy what is needed to keep this rank's contribution.
 
         Returns:
@@ -1102,16 +1200,61 @@ class Epoch:
                 raise Rejected(f"the run's state does not fit this peer: {self._team.said(rank, each.why)}") from cause
         return load, kept
 
-    def _fetch(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> Downloaded:
-        """Download a state from the donors.
+    def _fetch(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> list[Downloaded]:
+        """Download this rank's parts of one state. It is the state whose first part most donors hold.
 
         Raises:
             NothingWanted: if no donor's state would do.
-            DownloadFailed: if no donor could send it.
-            DoesNotFit: with `to_join`, if it comes too late.
+            DownloadFailed: if a part could not be downloaded.
+            DoesNotFit: with `to_join`, if the state comes too late.
+            NoMemoryForState: if a rank has no memory for its parts.
         """
-        wanted = self._pilot.wanted(self._standing())
-        return self._pilot.run.download(donors, timeout, self._state.max_nbytes, wanted, to_join=to_join)
+        failed: list[str] = []
+        for _ in range(ATTEMPTS):
+            tip, carriers, known = self._find(donors, timeout, to_join=to_join)
+            parts, fetched = list[Downloaded](), Fetched()
+            try:
+                parts = self._donors.fetch_all(self._state.division.mine, carriers, timeout, tip.is_state_of, known)
+            except DownloadFailed as error:
+                fetched = Fetched(str(error), isinstance(error, NoMemoryForState))
+            answers = self._team.all(FETCHED, fetched)
+            failed = [self._team.said(rank, each.why) for rank, each in enumerate(answers) if each.why]
+            if not failed:
+                return parts
+            if any(each.lacks_memory for each in answers):  # it does at once, too
+                raise NoMemoryForState(failed[0])
+        raise DownloadFailed(f"could not download all strands of one state: {failed[0]}")
+
+    def _find(
+        self, donors: Sequence[PeerID], timeout: float, *, to_join: bool
+    ) -> tuple[Tip, list[list[Carrier]], dict[int, Downloaded]]:
+        """Download the first part of the state that most donors hold, at rank 0.
+
+        Returns:
+            The name of the state; for each part, the ranks of other peers that carry it; and the first part, by its
+            number.
+        """
+        known: dict[int, Downloaded] = {}
+        failed: AveragingError | None = None
+
+        def find() -> Found:
+            nonlocal failed
+            run = self._pilot.run
+            try:
+                carriers = self._donors.who_carries(donors)
+                reserve = None if run.swarm.loading is None else run.swarm.reserve
+                wanted = self._pilot.wanted(self._standing())
+                begin = partial(self._donors.download, 0, carriers[0], timeout, wanted, reserve)
+                known[0] = run.download(donors, begin, to_join=to_join)
+            except AveragingError as error:
+                failed = error
+                return Found(why=str(error), is_wanted=not isinstance(error, NothingWanted))
+            return Found(known[0].manifest.tip, carriers)
+
+        found = self._team.decided(FIND, lambda _: find())
+        if found.tip is None:
+            raise failed or (DownloadFailed if found.is_wanted else NothingWanted)(found.why)
+        return found.tip, found.carriers, known
 
     # -- a state that this peer has kept
 
@@ -1142,7 +1285,7 @@ class Epoch:
         """
         state = kept.as_downloaded(pin)
         tip = state.manifest.tip
-        load = self._state.make_ready(state)
+        load = self._state.make_ready([state])
         fork = self._pilot.leave(self._state.tip, tip, state.line, [], self._keep)
         self._rounds.leave()
         with unbroken():

@@ -9,22 +9,20 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.team import Alone
+from shoal.cluster.shards import shards_of
+from shoal.cluster.team import Alone, team_of
 from shoal.cluster.ties import told_to_all
 from shoal.compression import Compression
 from shoal.dht.dht import DHT
 from shoal.flat import (
+    OwnGroups,
     ShowsGroups,
-    after_loading,
-    after_saving,
     are_neutral,
-    before_loading,
-    before_saving,
     neutral,
     neutral_modes,
     users_modes,
@@ -33,10 +31,12 @@ from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
-from shoal.optim.choice import background_of, make_rounds, make_state, make_torch
-from shoal.optim.closures import Closure, needs_closure, takes_closure
+from shoal.optim.checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
+from shoal.optim.choice import background_of, make_checkpoint, make_rounds, make_state, make_torch, shown_by
+from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.epoch import Epoch
+from shoal.optim.donors import Donors
+from shoal.optim.epoch import Background, Epoch
 from shoal.optim.epoch_scheduler import wraps
 from shoal.optim.eval_mode import Mode
 from shoal.optim.grad_averager import GradientAverager, GradientAveragerFactory
@@ -45,7 +45,9 @@ from shoal.optim.lending import Lending
 from shoal.optim.machine import Machine
 from shoal.optim.pilot import Pilot
 from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
+from shoal.optim.ranks import Ranks
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
+from shoal.optim.run import Run
 from shoal.optim.settings import (
     CLUSTER,
     NO_BATCH_SIZE,
@@ -56,18 +58,20 @@ from shoal.optim.settings import (
     Params,
     Settings,
     check_cluster,
+    samples_of,
 )
-from shoal.optim.shown_copies import shown_of
 from shoal.optim.terms import make_run, name_of_machine
 from shoal.optim.trainable import check_writable
 from shoal.optim.vitals import Vitals
 from shoal.optim.work import Batch
+from shoal.p2p.identity import PeerID
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
 
 log = logging.getLogger(__name__)
 
-NO_STRANDS, StrandState = "", Any
+AT_RANK_0 = ("tracker", "local_progress", "optimizer", "outer_optimizer", "scheduler")
+
 
 T = TypeVar("T")
 
@@ -291,10 +295,12 @@ class Optimizer(ShowsGroups):
         if cluster is not None:
             CLUSTER.check("cluster", cluster)
         with told_to_all(None if cluster is None else cluster.group):
-            if dht is None:
+            has_run = cluster is None or cluster.strands > 1 or not cluster.rank  # else rank 0 has it for all
+            if dht is None and has_run:
                 raise TypeError("shoal.Optimizer needs dht=: a shoal.DHT, started")
-            client_mode = dht.client_mode if client_mode is None else client_mode
-            if dht.client_mode and not client_mode:
+            is_client = dht is not None and dht.client_mode
+            client_mode = is_client if client_mode is None else client_mode
+            if is_client and not client_mode:
                 raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
             self._settings = settings = Settings.of(locals())
             if cluster is not None:
@@ -302,41 +308,70 @@ class Optimizer(ShowsGroups):
             refresh = refresh_of(tracker_opts)
             if verbose:
                 _show_what_happens()
-            admit_to(lambda: dht.node, run_id, membership)
+            if dht is not None:
+                admit_to(lambda: dht.node, run_id, membership)
             extras = list(extra_tensors)
             check_writable(extras, "extra tensor")
         self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = settings.target_batch_size, settings.batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
-        self._ready = self._closed = self._begun = False
+        self._epoch: Epoch
+        self._run: Run
+        self._vitals: Vitals
+        self.tracker: RunProgress
+        self._ready = self._closed = self._begun = self._begins = False
+        self._metrics: MetricsServer | None = None
+        self.metrics_port: int | None = None
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
         self._lending: Lending | None = None
-        self._make(optimizer, params, scheduler, extras, refresh)
+        self._cluster = None if params is None or (cluster and cluster.size == cluster.strands == 1) else cluster
+        self._team = Alone() if self._cluster is None else team_of(self._cluster.group)
+        try:
+            self._ranks = Ranks(self._team, shards_of(self._cluster, params), extras)
+            with self._team.call("shoal.Optimizer"):
+                self._make(optimizer, scheduler, extras, refresh)
+                self._tell()
+        except BaseException:  # Ctrl-C, too: the other ranks must not wait for an optimizer that was not made
+            self._team.leave()
+            if self._begins:
+                self.shutdown()
+            raise
+        if self._lending is not None:
+            self._lending.belongs_here()
+
+    def _gather_for_step(self) -> None:
+        shards = self._ranks.shards
+        if self._settings.outer is None or not shards.are_pieces:  # else the model's own gradients are used
+            shards.gather_for_step()
 
     def _make(
-        self,
-        optimizer: AnyOptimizer,
-        params: Params | None,
-        scheduler: AnyScheduler | None,
-        extra_tensors: list[torch.Tensor],
-        refresh: Refresh,
+        self, optimizer: AnyOptimizer, scheduler: AnyScheduler | None, extras: list[torch.Tensor], refresh: Refresh
     ) -> None:
-        """Join the run."""
-        settings, dht = self._settings, self.dht
-        made = make_torch(settings, optimizer, params, scheduler)
-        self.optimizer, self.scheduler, host = wrapped, _, host = made.users
-        self.outer_optimizer = None if settings.outer is None else made.stepped.optimizer
+        """Make what is stepped here, and join the run."""
+        settings, shards = self._settings, self._ranks.shards
+        made = make_torch(settings, optimizer, scheduler, shards, is_cluster=self._cluster is not None)
+        wrapped = made.users.optimizer
         wraps(self, wrapped)
+        shown = shown_by(made, shards, settings, lambda: self._epoch.wait())
+        super().__init__([dict(group) for group in shown.groups], wrapped.defaults)
         self._needs_closure = needs_closure(type(wrapped))
         scale_by_own_rules(self, self.reuse_grad_buffers)  # so torch's scaler passes itself to `step`, which refuses it
-        shown = shown_of(wrapped, host, lambda: self._epoch.wait())
-        super().__init__([dict(group) for group in shown.groups], wrapped.defaults)
-        self._shown, self._ready = shown, True
-
-        self._state = state = make_state(made, extra_tensors, settings, dht)
+        if not shards.are_here:
+            for group in self.param_groups:
+                group["params"] = [shards.of[id(each)] for each in group["params"]]
+            shown = OwnGroups(self.param_groups, shown.optimizer, elsewhere="rank 0 of the cluster has it")
+        self._shown = shown
+        self._ready = True
+        if not shards.are_here:
+            return
+        self.optimizer, self.scheduler = wrapped, made.users.scheduler
+        self.outer_optimizer = None if settings.outer is None else made.stepped.optimizer
+        assert self.dht is not None
+        self._state = state = make_state(made, extras, settings, shards, self.dht)
         placement = state.of_model.placement
         placement.shown = shown
+        placement.refuse_ranks(self._team.size)  # before any parameter is sent
         if placement.unshared and not self.auxiliary:
             layers = ", ".join(f"{count} {kind}" for kind, count in placement.unshared.items())
             log.warning(
@@ -344,9 +379,32 @@ class Optimizer(ShowsGroups):
                 "own, and a newcomer begins without any; give extra_tensors=list(model.buffers())",
                 layers,
             )
-        self._rounds = rounds = make_rounds(self, settings, state, made, dht)
-        self._run = run = make_run(settings, dht, state, rounds, {})
-        background = background_of(settings, is_cluster=False)
+        self._rounds = rounds = make_rounds(self, settings, state, made, shards, self.dht)
+        background = background_of(settings, is_cluster=self._cluster is not None)
+        pilot = self._team.at_first(lambda: self._make_pilot(refresh, background))
+        relayed = tuple if state.is_divided else self._run.relayed
+        self._donors = Donors(self.dht, self.run_id, len(state.division.carriers), state.max_nbytes, relayed)
+        self._epoch = Epoch(settings, self._ranks.of_state, state, rounds, pilot, self._donors, background)
+        self._team.at_first(lambda: self._make_vitals(pilot))
+        self._checkpoint = make_checkpoint(state, rounds.work, shards)
+        self._team.when_lost(self._stop)
+        try:
+            self._epoch.serve()  # before newcomers meet this peer
+            self._team.at_first(lambda: self._run.start())
+        except BaseException:  # Ctrl-C, too: a peer that was not made serves neither metrics nor a state
+            self._close_metrics()
+            self._donors.stop()
+            raise
+        self._begins = True  # from now on the others must not count an optimizer that is not made
+        self._team.at_first(lambda: self.tracker.start())
+        self._team.at_first(lambda: self._vitals.start())
+        self._epoch.begin()
+        check()
+
+    def _make_pilot(self, refresh: Refresh, background: Background) -> Pilot:
+        settings, state, rounds = self._settings, self._state, self._rounds
+        assert self.dht is not None
+        self._run = run = make_run(settings, self.dht, state, rounds)
         self.tracker = RunProgress(
             run,
             settings.target,
@@ -355,37 +413,50 @@ class Optimizer(ShowsGroups):
             may_wait=not (background.averages or background.steps),
         )
         machine = Machine(run.me, name_of_machine(rounds, state.optimizer))
-        pilot = Pilot(settings, run, self.tracker, machine, type(wrapped).__qualname__, self._tell)
-        self._epoch = Epoch(settings, Alone(), state, rounds, pilot, background)
+        return Pilot(settings, run, self.tracker, machine, type(state.wrapped).__qualname__, self._tell_event)
+
+    def _make_vitals(self, pilot: Pilot) -> None:
+        settings = self._settings
         if not self.auxiliary:
-            because = "reuse_grad_buffers=True" if settings.reuse_grad_buffers else ""
+            of_ranks = "" if self._cluster is None else "cluster="
+            because = of_ranks or ("reuse_grad_buffers=True" if settings.reuse_grad_buffers else "")
             steps = settings.counts_steps
-            self._lending = Lending(self._epoch, run, self._trainer, because=because, counts_steps=steps)
-        self._vitals = Vitals(
-            pilot,
-            self._epoch,
-            compares=rounds.work.shares_state and not self.auxiliary,
-            counts_steps=settings.counts_steps,
-        )
-        self._metrics: MetricsServer | None = None
+            self._lending = Lending(self._epoch, self._run, self._trainer, because=because, counts_steps=steps)
+        compares = self._rounds.work.shares_state and not self.auxiliary
+        self._vitals = Vitals(pilot, self._epoch, compares=compares, counts_steps=settings.counts_steps)
         if settings.metrics_port is not None:
             self._metrics = MetricsServer(settings.metrics_port, self._collect)
-        self.metrics_port = None if self._metrics is None else self._metrics.port
-        try:
-            run.start(self._epoch.donor)
-        except BaseException:  # Ctrl-C, too: a peer that was not made serves no metrics
-            self._close_metrics()
-            raise
-        try:
-            self.tracker.start()
-            self._vitals.start()
-            self._epoch.begin()
-            check()
-        except BaseException:  # Ctrl-C, too: the others must not count an optimizer that was not made
-            self.shutdown()
-            raise
-        if self._lending is not None:
-            self._lending.belongs_here()
+            self.metrics_port = self._metrics.port
+
+    def _stop(self) -> None:
+        """A rank is lost: nobody waits any longer."""
+        self._rounds.stop()
+        self._donors.stop()
+        self._team.at_first(lambda: self._run.stop(self._settings.shutdown_timeout))
+
+    def _together(self, call: str, act: Callable[[], T], collect: Callable[[], object] | None = None) -> T:
+        """Do `act` as a call of all ranks.
+
+        Args:
+            call: the name of the call.
+            act: what ranks with a part of the state do.
+            collect: gathers something from the model before.
+        """
+        with self._team.call(call):
+            if self._closed or self._cluster is None:
+                return self._ranks.act(act)
+            self._ranks.reach()
+            if collect is not None:
+                self._ranks.gather(collect)
+            result = self._ranks.act(act)
+            told = self._tell(value=result is True)
+            return result if self._ranks.have_state else cast(T, told)
+
+    def _tell(self, *, moves: bool = False, value: bool = False) -> bool:
+        """Share with the other ranks what rank 0 has come to. Returns its `value`."""
+        if self._cluster is None:
+            return value
+        return self._ranks.tell(lambda: self._epoch.applied, self.param_groups, moves=moves, value=value)
 
     # -- training
 
@@ -393,7 +464,7 @@ class Optimizer(ShowsGroups):
     def local_epoch(self) -> int:
         """The number of epochs that the model's parameters have behind them. While the background computes the end of
         an epoch, the optimizer's own copy of the parameters may be one epoch ahead."""
-        return self._epoch.applied.epoch
+        return self._epoch.applied.epoch if self._ranks.have_state else self._ranks.epoch
 
     @property
     def local_progress(self) -> LocalProgress:
@@ -401,13 +472,15 @@ class Optimizer(ShowsGroups):
         return self.tracker.local_progress
 
     def is_synchronized_with_peers(self) -> bool:
-        """Whether this peer is at the newest epoch that it has heard of, or one before it."""
-        return self.local_epoch >= self.tracker.global_epoch - 1
+        """Whether this peer is at the newest epoch that it has heard of, or one before it. Only rank 0 of a cluster
+        hears of the other peers; at other ranks, this is `is_alive`."""
+        return self.is_alive() if self._team.rank else self.local_epoch >= self.tracker.global_epoch - 1
 
     def is_alive(self) -> bool:
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
         lost."""
-        return not self._closed and self.dht.is_alive()
+        is_reached = self.dht is None or self.dht.is_alive()
+        return not self._closed and is_reached and self._team.is_whole
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Report the loss of a batch, which `shoal top`, `shoal monitor` and `metrics_port` show. Every 10 s this peer
@@ -416,7 +489,7 @@ class Optimizer(ShowsGroups):
         Args:
             loss: a number, or a tensor with one element; a tensor on a device makes this call wait for the device.
         """
-        self._vitals.report(float(loss.item() if isinstance(loss, torch.Tensor) else loss))
+        self._team.at_first(lambda: self._vitals.report(float(loss.item() if isinstance(loss, torch.Tensor) else loss)))
 
     def step(  # type: ignore[override]
         self,
@@ -461,6 +534,8 @@ class Optimizer(ShowsGroups):
                 raise RuntimeError("this optimizer was shut down")
             if self._lending is not None:
                 self._lending.belongs_here()
+            if self._cluster is not None:
+                return self._step_of_ranks(closure, batch_size, grad_scaler)
             self._look()
             if self.auxiliary:
                 if closure is not None or batch_size is not None or grad_scaler is not None:
@@ -474,7 +549,27 @@ class Optimizer(ShowsGroups):
                 raise ValueError(NO_BATCH_SIZE)
             if not (type(batch_size) is int and batch_size >= 0):
                 batch_size = SAMPLES.check("batch_size", batch_size)
-            return self._step(None if closure is None else Closure(closure), batch_size, grad_scaler)
+            return self._step(Batch(batch_size, grad_scaler, closure=None if closure is None else Closure(closure)))
+
+    def _step_of_ranks(self, closure: Any, batch_size: int | None, grad_scaler: object) -> torch.Tensor | None:
+        """A step of all ranks. Each evaluates its closure before it waits for the others, whose closures take as
+        long."""
+        ranks, given = self._ranks, None if closure is None else Closure(closure)
+        with self._team.call("step"):
+            self._team.at_first(self._look)
+            shown = self._shown
+            if shown is not None:
+                shown.check()
+            samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
+            if given is not None:
+                given.evaluate()
+            if ranks.shards.gathers_alone:  # nothing can fail at another rank meanwhile
+                self._gather_for_step()
+            step = ranks.bring(samples, None if given is None else loss_of(given.returned))
+            ranks.gather(self._gather_for_step)
+            ranks.act(lambda: self._step(Batch.of_ranks(step.samples, step.loss)))
+            self._tell(moves=self._settings.moves_within_epochs and not ranks.shards.are_everywhere)
+        return None if given is None else given.returned
 
     def _look(self) -> None:
         """Check the DHT, and tell the user which members this peer reaches, if that has changed since the last step."""
@@ -482,31 +577,31 @@ class Optimizer(ShowsGroups):
         reports = self._run.swarm.contacts.reports  # one for each change of the members that this peer reaches
         while reports:
             found = reports.popleft()
-            self._tell(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
+            self._tell_event(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
 
-    def _step(self, closure: Closure | None, batch_size: int, grad_scaler: GradScaler | None) -> torch.Tensor | None:
-        work, state = self._rounds.work, self._state
+    def _step(self, batch: Batch) -> torch.Tensor | None:
+        work, state, closure = self._rounds.work, self._state, batch.closure
         work.refuse_load()
         if state.is_in_eval:
             raise RuntimeError("the optimizer is in eval(): call train() of it before the batches that it trains on")
         if not self._begun:  # by now, frameworks have wrapped and changed the model
-            state.of_model.placement.refuse_ranks()
+            state.of_model.placement.refuse_ranks(self._team.size)
             self._epoch.take_over()
             self._begun = True
         if work.shares_state:
             state.options.look(self.local_epoch)
-        calls_it = work.steps_at_once and batch_size
+        calls_it = work.steps_at_once and batch.samples
         if self._needs_closure and closure is None and calls_it:
             raise ValueError(f"the step of a {type(self.optimizer).__name__} calls its closure: call step(closure)")
         self._epoch.take_result(wait=False)
         if closure is None:
-            self._epoch.advance(Batch(batch_size, grad_scaler))
+            self._epoch.advance(batch)
             return None
-        if grad_scaler is not None and grad_scaler.is_enabled():
+        if batch.scaler is not None and batch.scaler.is_enabled():
             calls_it = False  # the scaler unscales the gradients, and looks at them, before the step
         if not closure.is_evaluated and not (calls_it and takes_closure(type(self.optimizer))):
             closure.evaluate()
-        self._epoch.advance(Batch(batch_size, grad_scaler, closure=closure))
+        self._epoch.advance(batch)
         result: torch.Tensor | None = closure.result()
         return result
 
@@ -515,6 +610,8 @@ class Optimizer(ShowsGroups):
         modes: dict[str, Mode] = {"train": "train", "eval": "eval"}
         if name in modes and "_state" in self.__dict__ and callable(getattr(self._state.wrapped, name, None)):
             return functools.partial(self._to_mode, modes[name])
+        if name in AT_RANK_0 and "_ranks" in self.__dict__ and self._team.rank:
+            raise AttributeError(f"{name} is at rank 0 of the cluster only, which is the peer of the run")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _to_mode(self, mode: Mode, is_on: bool = True) -> None:
@@ -522,6 +619,8 @@ class Optimizer(ShowsGroups):
         if mode == "train" and self._state.is_in_train:
             return  # frameworks call it before each batch: nothing needs to settle
         with self._in_trainer(mode):
+            if self._cluster is not None:
+                raise ValueError(f"{mode}() of an optimizer is not for a cluster: its ranks have no such call")
             self._epoch.to_mode(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -535,6 +634,7 @@ class Optimizer(ShowsGroups):
         """
         if self.reuse_grad_buffers:
             raise ValueError("reuse_grad_buffers=True accumulates in .grad: do not call zero_grad, which would lose it")
+        self._ranks.shards.clear(set_to_none)
         super().zero_grad(set_to_none)
 
     # -- the state
@@ -552,7 +652,8 @@ class Optimizer(ShowsGroups):
             RuntimeError: with `outer`, if a checkpoint was loaded into the model alone while a round was under way.
         """
         with self._in_trainer("settle"):
-            self._epoch.settle()
+            if self._calls_all:  # else not all ranks are here
+                self._together("settle", lambda: self._epoch.settle())
 
     def load_state_from_peers(self, *, timeout: float | None = None) -> bool:
         """Download the state that most peers hold, and continue from it.
@@ -573,12 +674,12 @@ class Optimizer(ShowsGroups):
         timeout = self._settings.load_state_timeout if timeout is None else timeout
 
         def load() -> bool:
-            self._check_dht()
+            self._team.at_first(self._check_dht)
             with self._epoch.in_train_mode():
                 return self._epoch.load_state(SECONDS.check("timeout", timeout))
 
         with self._in_trainer("load_state_from_peers"):
-            return load()
+            return self._together("load_state_from_peers", load)
 
     @property
     def tip(self) -> str:
@@ -603,11 +704,13 @@ class Optimizer(ShowsGroups):
 
         def load() -> None:
             self._check_dht()
+            if self._state.is_divided:
+                raise ValueError("load_kept_state: a cluster whose ranks carry strands keeps no states, and loads none")
             with self._epoch.in_train_mode():
                 self._epoch.load_kept(path)
 
         with self._in_trainer("load_kept_state"):
-            load()
+            self._together("load_kept_state", load)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this peer's training, as plain data and tensors.
@@ -630,11 +733,17 @@ class Optimizer(ShowsGroups):
         """
 
         def save() -> dict[str, Any]:
-            before_saving(self)
-            return after_saving(self, self._epoch.state_dict())
+            return self._epoch.state_dict(self._checkpoint, self)
 
         with self._in_trainer("state_dict"):
-            return save()
+            # Otherwise the other ranks need not be there.
+            found = self._together("state_dict", save) if self._calls_all else self._ranks.act(save)
+            return found if self._team.rank == 0 else {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
+
+    @property
+    def _calls_all(self) -> bool:
+        """Whether all ranks make a call in which rank 0 may have to wait for the others, or for the background."""
+        return self._settings.in_background or self._ranks.shards.are_everywhere
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict. Load the model's parameters first.
@@ -651,12 +760,13 @@ class Optimizer(ShowsGroups):
 
         def load() -> None:
             if not self._closed:
-                self._check_dht()
-            self._epoch.load_state_dict(before_loading(self, state_dict))
-            after_loading(self)
+                self._team.at_first(self._check_dht)
+            self._epoch.load_state_dict(state_dict, self._checkpoint, self)
 
         with self._in_trainer("load_state_dict"):
-            load()
+            self._ranks.forget(state_dict)
+            shards = self._ranks.shards
+            self._together("load_state_dict", load, None if shards.are_pieces else shards.gather_parameters)
 
     def strand_state(self) -> StrandState:
         """The state for `torch.distributed.checkpoint`. Each rank of a cluster saves and loads its own strands.
@@ -673,7 +783,24 @@ class Optimizer(ShowsGroups):
         Raises:
             ValueError: if this optimizer has no strands.
         """
-        raise ValueError(NO_STRANDS)
+        if not self._ranks.shards.are_pieces:
+            raise ValueError(NO_STRANDS)
+        checkpoint = cast(StrandCheckpoint, self._checkpoint)
+
+        def give() -> dict[str, Any]:
+            with self._in_trainer("strand_state().state_dict"):
+                return self._together("strand_state().state_dict", lambda: self._epoch.strands(checkpoint, self))
+
+        def take(state: dict[str, Any]) -> None:
+            def load() -> None:
+                if not self._closed:
+                    self._team.at_first(self._check_dht)
+                self._epoch.load_strands(state, checkpoint, self)
+
+            with self._in_trainer("strand_state().load_state_dict"):
+                self._together("strand_state().load_state_dict", load)
+
+        return StrandState(give, take)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible: all peers must have the same parameters from the beginning.
@@ -729,7 +856,7 @@ class Optimizer(ShowsGroups):
         return self._trainer.acquire(timeout=-1 if self._lending.is_at_work else LOOK_SECONDS)
 
     def _check_dht(self) -> None:
-        if not self.dht.is_alive():
+        if self.dht is not None and not self.dht.is_alive():
             raise RuntimeError(
                 "the DHT of this optimizer was shut down: shut the optimizer down first, and the DHT after it; to go "
                 "on training, make a new DHT and a new optimizer"
@@ -747,13 +874,13 @@ class Optimizer(ShowsGroups):
             health = self._run.call(self._vitals.health)
         except AveragingError:
             return []
-        return families(self.run_id, [(self.dht.peer_id, health)])
+        return families(self.run_id, [(PeerID(self._run.me), health)])
 
     def _close_metrics(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
 
-    def _tell(self, event: Event) -> None:
+    def _tell_event(self, event: Event) -> None:
         self._vitals.heard(event)
         if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
             log.info("%s", event, extra=fields_of_event(event))
@@ -777,8 +904,7 @@ class Optimizer(ShowsGroups):
         try:
             with self._in_trainer("finish"):
                 if self.is_alive() and not self.auxiliary:
-                    self._epoch.end()
-                    self._stay()
+                    self._finish()
         except AveragingError as error:
             if not self._run.is_over:
                 raise
@@ -786,10 +912,24 @@ class Optimizer(ShowsGroups):
         finally:
             self.shutdown()
 
+    def _finish(self) -> None:
+        """Take the last result, and stay for the peers that are behind. They download what all ranks have, or rank 0
+        alone, for which the others don't wait."""
+        serve_together = self._ranks.shards.are_everywhere
+
+        def end() -> None:
+            self._epoch.end()
+            if serve_together:
+                self._team.at_first(self._stay)
+
+        self._together("finish", end)
+        self._team.leave()
+        if not serve_together:
+            self._team.at_first(self._stay)
+
     def _stay(self) -> None:
-        """Take the last result, and stay for the peers that are behind."""
-        self._epoch.end()
-        self._run.wait_for_those_behind(self._settings.averaging_timeout, self._settings.load_state_timeout)
+        timeouts = self._settings.averaging_timeout, self._settings.load_state_timeout
+        self._run.wait_for_those_behind(*timeouts, lambda: self._donors.asked_at)
 
     @holding
     @neutral
@@ -802,15 +942,22 @@ class Optimizer(ShowsGroups):
         self._closed = True
         with unbroken():
             timeout = self._settings.shutdown_timeout
-            if self._lending is not None:
-                self._lending.close()
-            self._close_metrics()
-            if self.dht.is_alive():
-                self.tracker.stop()
-                self._vitals.stop()
-            if not self._run.stop(timeout):
-                log.warning("leaving the run took longer than %g s", timeout)
+            self._team.leave()
+            if not self._begins:
+                return
+            self._team.at_first(lambda: self._leave_run(timeout))
+            self._donors.stop(timeout)
             self._epoch.close(timeout)
+
+    def _leave_run(self, timeout: float) -> None:
+        if self._lending is not None:
+            self._lending.close()
+        self._close_metrics()
+        if self.dht is not None and self.dht.is_alive():
+            self.tracker.stop()
+            self._vitals.stop()
+        if not self._run.stop(timeout):
+            log.warning("leaving the run took longer than %g s", timeout)
 
     def __repr__(self) -> str:
         return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.cluster.strands import Strands
-from shoal.flat import FlatBuffer, Places
+from shoal.flat import FlatBuffer
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.placement import Placement
 
@@ -29,17 +29,6 @@ class Pieces(ABC):
 
     placement: Placement
     model: Sequence[Tensor]
-    are_parts = False
-    """Whether they are pieces of parameters, and the state is divided into parts."""
-    carriers: Sequence[int] = (0,)
-
-    def name(self, by_rank: Sequence[bytes]) -> bytes:
-        """One hash of the whole state.
-
-        Args:
-            by_rank: the hashes of the parts of each rank, one after the other.
-        """
-        return by_rank[0]
 
     @property
     def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -190,14 +179,13 @@ class StrandPieces(Pieces):
 
     Args:
         strands: the pieces.
-        placement: where the pieces are.
+        in_backward: the parameters that get gradients in a backward pass: the pieces, or the model's.
+        placement: where the pieces are, or their copies.
     """
 
-    def __init__(self, strands: Strands, placement: Placement) -> None:
-        self._strands, self.placement, self.model = strands, placement, strands.model
+    def __init__(self, strands: Strands, in_backward: Sequence[Tensor], placement: Placement) -> None:
+        self._strands, self.placement, self.model = strands, placement, in_backward
         self._is_current = False  # whether the pieces equal the model, or are newer
-        self._places = Places(strands.model)
-        self._places.keep()
 
     def gather(self, *, anew: bool = False) -> None:
         """See `Pieces`."""

@@ -21,6 +21,7 @@ from shoal.dht.records import get_dht_time
 from shoal.optim.run import Run
 from shoal.optim.settings import FRACTION, LEVEL, NOT_NEGATIVE, POSITIVE, SECONDS, check_fields, whole
 from shoal.optim.turns import is_called_away, wait_for
+from shoal.optim.without_effect import WITHOUT_EFFECT
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -36,10 +37,6 @@ TOGETHER = 0.005  # seconds for which reports that can't matter yet are kept bac
 SOON = 4 * TOGETHER  # no report is kept back if the target will be reached within so many seconds
 STEPS_OF_WAITING = 3  # at the end of an epoch, a peer waits for at most so many of its steps, or `matchmaking_time`
 RECENT = 5  # the median of so many steps predicts the next one: the first steps of a run are slower than later ones
-
-# Options of hivemind's tracker that have no effect here. A peer counts while it is connected, the DHT's identity signs
-# records, and the tracker starts no thread or process.
-WITHOUT_USE = ("metadata_expiration", "private_key", "daemon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +243,14 @@ def refresh_of(tracker_opts: Mapping[str, Any] | None) -> Refresh:
     Raises:
         ValueError: with the name of an option that a tracker does not have, or that is an argument of the `Optimizer`.
     """
-    given = {name: value for name, value in (tracker_opts or {}).items() if name not in WITHOUT_USE}
+    without_effect = WITHOUT_EFFECT["tracker_opts"]
+    given = {name: value for name, value in (tracker_opts or {}).items() if name not in without_effect}
     unknown = sorted(set(given) - set(Refresh.__dataclass_fields__))
     own = [name for name in unknown if name in ("client_mode", "performance_ema_alpha", "target_batch_size")]
     if own:
         raise ValueError(f"tracker_opts has {', '.join(own)}: that is an argument of the optimizer itself")
     if unknown:
-        known = ", ".join((*Refresh.__dataclass_fields__, *WITHOUT_USE))
+        known = ", ".join((*Refresh.__dataclass_fields__, *without_effect))
         raise ValueError(f"tracker_opts has no option {', '.join(unknown)}; there are {known}")
     return Refresh(**given)
 

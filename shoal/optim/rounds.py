@@ -17,13 +17,13 @@ from shoal.averaging.control import StepControl
 from shoal.averaging.exchange import Vector
 from shoal.averaging.options import term_of
 from shoal.interrupts import any_finished
+from shoal.optim.division import name_of
 from shoal.optim.grad_averager import AveragerSum, GradientAverager
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.turns import waiting
 from shoal.optim.work import Work
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.tip import DIGEST_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +147,6 @@ class Rounds(ABC):
         """The average was used."""
 
     # -- what peers compare, and what is saved
-
-    have_any_threads = False
-    """Whether the average, and the step with it, have the same bits with any number of threads."""
 
     def schemas(self) -> list[bytes]:
         """The shapes and orders that must be equal in a run."""
@@ -321,10 +318,14 @@ class StrandRounds(Rounds):
         work: see `Rounds`.
         turns: the strands of this rank, for each turn in which they are averaged.
         carriers: for each strand of the run, the rank of this cluster that carries it.
+        schema: which parameters of the model are averaged together, as bytes that peers compare.
     """
 
-    def __init__(self, work: Work, turns: Sequence[Sequence[Strand]], carriers: Sequence[int]) -> None:
+    def __init__(
+        self, work: Work, turns: Sequence[Sequence[Strand]], carriers: Sequence[int], schema: bytes = b""
+    ) -> None:
         super().__init__(work)
+        self._schema = schema
         self._turns, self._carriers = turns, carriers
         self._averagers = [strand.averager for turn in turns for strand in turn]
         self._controls: list[StepControl | None] | None = None  # of rounds whose average is not used yet
@@ -376,8 +377,7 @@ class StrandRounds(Rounds):
 
     def name(self, by_rank: Sequence[bytes]) -> bytes:
         """See `Rounds`."""
-        named = [[names[at : at + DIGEST_BYTES] for at in range(0, len(names), DIGEST_BYTES)] for names in by_rank]
-        return blake3(b"".join(in_order(self._carriers, named))).digest()
+        return name_of(self._carriers, by_rank)
 
     def used(self) -> None:
         """See `Rounds`."""
@@ -388,16 +388,14 @@ class StrandRounds(Rounds):
         # Terms are compared in the order of their names. A peer with another number of strands should hear that first.
         return {"strands": str(len(self._carriers))}
 
+    def schemas(self) -> list[bytes]:
+        """See `Rounds`."""
+        return [self._schema] if self._schema else []
+
 
 def own_name(key: bytes) -> bytes:
     """The name of the own mean of the peer with this key, which it uses if there was no round."""
     return blake3(b"own gradients of " + key).digest()
-
-
-def in_order(carriers: Sequence[int], by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-    """Sort values that each rank has given for its own parts into the order of all parts."""
-    of_rank = [iter(said) for said in by_rank]
-    return [next(of_rank[rank]) for rank in carriers]
 
 
 def average_of(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
-from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
 from shoal.interrupts import Interrupted, finished, held, unbroken
 from shoal.optim.faults import Faults
@@ -24,15 +22,14 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
-from shoal.transfer.donor import StateDonor
-from shoal.transfer.transfer import Downloaded, download_state
+from shoal.transfer.transfer import Downloaded
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class Run:
-    """A peer's `Swarm` and `StateDonor`.
+    """A peer's `Swarm`.
 
     Args:
         dht: a started DHT.
@@ -53,9 +50,6 @@ class Run:
         self.faults = Faults()
         directory = DHTDirectory(dht.dht_node, run_id)
         self.swarm = Swarm(dht.node, dht.get_visible_maddrs(), directory, run_id, terms, rules, place)
-        self._state_service = f"state/{run_id}"
-        self._donor: StateDonor | None = None
-        self._random = random.Random(self.me)
         self._state_changed = asyncio.Event()
         self._under_way: set[Future[Any]] = set()
         self._left = False
@@ -64,25 +58,13 @@ class Run:
         self._averaging: asyncio.Task[Outcome] | None = None
         self._outcome: Outcome | None = None  # of the last round, until it is used
 
-    def start(self, make_donor: Callable[[str], StateDonor] | None = None) -> None:
-        """Meet the other peers of the run.
-
-        Args:
-            make_donor: makes the donor of this peer's state, given the name of its service. Newcomers may ask for the
-                state as soon as they meet this peer, so the donor is made first.
-        """
+    def start(self) -> None:
+        """Meet the other peers of the run. Newcomers may ask for the state as soon as they meet this peer, so it serves
+        the state before."""
 
         async def start() -> None:
             self._starting = asyncio.current_task()
-            if make_donor is not None:
-                compute_serially()
-                self._donor = make_donor(self._state_service)
-            try:
-                await self.swarm.start()
-            except BaseException:  # cancelled, too
-                if self._donor is not None:
-                    self._donor.close()
-                raise
+            await self.swarm.start()
             self._has_started = True
 
         with held():
@@ -101,16 +83,10 @@ class Run:
                 self._starting.cancel()
                 await asyncio.wait([self._starting])
             if self._has_started:
-                self._leave()
+                self.swarm.stop()
 
         if self.dht.is_alive():
             finished(self.dht.submit(undo()))
-
-    def _leave(self) -> None:
-        """Leave the run. Runs on the reactor."""
-        self.swarm.stop()
-        if self._donor is not None:
-            self._donor.close()
 
     def stop(self, timeout: float | None) -> bool:
         """Leave the run, if the DHT is still alive. Calls of other threads that wait here fail.
@@ -123,7 +99,7 @@ class Run:
             future.cancel()
 
         async def stop() -> None:
-            self._leave()
+            self.swarm.stop()
 
         if not self.dht.is_alive():
             return True
@@ -235,35 +211,30 @@ class Run:
             with contextlib.suppress(AveragingError):  # the run was left meanwhile
                 self.call(self.swarm.end_loading)
 
+    def relayed(self) -> list[PeerID]:
+        """The members that this peer reaches by relays only. Runs on the reactor."""
+        return [member.peer for member in self.swarm.peer.view.members.values() if member.is_relayed]
+
     def download(
-        self, donors: Sequence[PeerID], timeout: float, max_nbytes: int, wanted: Callable[[Tip], bool], *, to_join: bool
+        self, donors: Sequence[PeerID], download: Callable[[], Coroutine[Any, Any, Downloaded]], *, to_join: bool
     ) -> Downloaded:
-        """Download a state, see `download_state`.
+        """Wait for a download, see `Donors.download`.
 
         Args:
+            donors: the peers that are asked.
+            download: begins it; called on the reactor.
             to_join: give up if the state comes too late to take part in the run's rounds.
 
         Raises:
             DoesNotFit: if it has given up.
         """
 
-        async def download() -> Downloaded:
+        async def wait() -> Downloaded:
             loading = self.swarm.loading
             with self.swarm.watching(donor.key for donor in donors):
-                downloading = download_state(
-                    self.dht.node,
-                    self._state_service,
-                    donors,
-                    timeout=timeout,
-                    rng=self._random,
-                    relayed=[member.peer for member in self.swarm.peer.view.members.values() if member.is_relayed],
-                    max_nbytes=max_nbytes,
-                    wanted=wanted,
-                    reserve=None if loading is None else self.swarm.reserve,
-                )
-                return await (downloading if loading is None or not to_join else loading.unless_refused(downloading))
+                return await (download() if loading is None or not to_join else loading.unless_refused(download()))
 
-        return self._wait(download())
+        return self._wait(wait())
 
     def begin_replay(self) -> None:
         """Within `loading`: this peer is about to replay rounds, and the members hear how long that takes."""
@@ -305,19 +276,10 @@ class Run:
 
         self._wait(ask())
 
-    def wait_for_those_behind(self, idle: float, longest: float, served_at: Callable[[], float] | None = None) -> None:
+    def wait_for_those_behind(self, idle: float, longest: float, served_at: Callable[[], float]) -> None:
         """Wait for the peers that are behind, see `Swarm.wait_for_those_behind`. Meanwhile they may download this
-        peer's state.
-
-        Args:
-            served_at: when somebody last asked for the state; by default, when somebody asked this run's donor.
-        """
-        donor = self._donor
-
-        def by_donor() -> float:
-            return float("-inf") if donor is None else donor.asked_at
-
-        behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at or by_donor))
+        peer's state, and `served_at` returns when somebody last did."""
+        behind = self._wait(self.swarm.wait_for_those_behind(idle, longest, served_at))
         if behind:
             log.warning(
                 "left the run although others are behind its last epoch and did not catch up within %g s: %s. They end "

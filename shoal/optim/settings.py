@@ -22,6 +22,7 @@ from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy, check_none_missing, is_on_host, listed, named, names_in
 from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
+from shoal.optim.without_effect import WITHOUT_EFFECT
 from shoal.sharding.cut import cut_already
 from shoal.swarm.protocol.view import Role
 
@@ -137,10 +138,6 @@ AVERAGER_OPTIONS = {
     "min_group_size": COUNT,
     "allow_state_sharing": Kind("True or False", bool),
 }
-# Options of hivemind's averagers that have no effect here. All peers of a run average together. The size of chunks
-# follows from the model, and each peer's share from its bandwidth. All members know who has the state. No process is
-# started.
-WITHOUT_USE = ("target_group_size", "part_size_bytes", "min_vector_size", "declare_state_period", "daemon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,10 +360,12 @@ def _averager_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the names of unknown options, or if a value makes no sense.
     """
-    if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(WITHOUT_USE)):
+    without_effect = WITHOUT_EFFECT["averager_opts"]
+    if unknown := sorted(set(given) - set(AVERAGER_OPTIONS) - set(without_effect)):
         raise ValueError(
             f"averager_opts has {', '.join(map(repr, unknown))}, and there is no such option; there are "
-            f"{', '.join((*AVERAGER_OPTIONS, *WITHOUT_USE))}; give arguments of the optimizer to the optimizer itself"
+            f"{', '.join((*AVERAGER_OPTIONS, *without_effect))}; give arguments of the optimizer to the optimizer "
+            "itself"
         )
     used = {name: value for name, value in given.items() if name in AVERAGER_OPTIONS and value is not None}
     return {name: AVERAGER_OPTIONS[name].check(f"averager_opts[{name!r}]", value) for name, value in used.items()}

@@ -42,6 +42,7 @@ from shoal.optim.contents import (
     place,
     place_of,
 )
+from shoal.optim.division import Division, Undivided, name_of
 from shoal.optim.eval_mode import EvalMode, Mode
 from shoal.optim.group_options import GroupOptions, check_options
 from shoal.optim.host_copy import HostCopy, names_in
@@ -49,7 +50,7 @@ from shoal.optim.kept import Keeper, Kept
 from shoal.optim.loads import hash_of
 from shoal.optim.loss_steps import LossSteps, of_averages
 from shoal.optim.own_form import check_form, give_form, has_torchs_form
-from shoal.optim.pieces import OnHost, Own, Pieces
+from shoal.optim.pieces import OnHost, Pieces
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
 from shoal.optim.result import Result
@@ -87,6 +88,7 @@ PLAIN = frozenset({Tensor, int, float, bool, str, bytes, type(None)})
 PLAIN_OPTIONS = PLAIN | {tuple, list}
 """Those of options. `check_options` looks into lists."""
 
+MakePieces = Callable[[Sequence[Tensor], Sequence[Tensor], Placement], Pieces]
 Load = Callable[["Replica", dict[str, Any], dict[str, Any]], None]
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Groups = Sequence[dict[str, Any]]
@@ -117,8 +119,8 @@ class Scalars(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a state that is copied or loaded: parameters, with the optimizer's state of them, and extra tensors.
-    Every part has also all of the state that is not tensors."""
+    """A part of a state, which is copied and loaded by itself: parameters, with the optimizer's state of them, and
+    extra tensors. Every part has also all of the state that is not tensors."""
 
     parameters: Sequence[Tensor]
     extras: Sequence[Tensor]
@@ -181,9 +183,12 @@ class TrainingState:
             optimizer's state after the first step. If False, all tensors stay where they are.
         pinned: keep the parameters in pinned host memory, which a GPU reaches directly.
         frozen: whether frozen parameters are part of the state.
+        division: how the state is divided into parts; not at all when None.
 
     Attributes:
+        division: as given; never None.
         parameters: the optimizer's parameters that are part of the state.
+        parts: the parts of the state that are here, see `Division`; of extra tensors, the run's first part has all.
         memory: with `flat`, the flat memory of the parameters.
         was_taken_whole: whether the optimizer holds all of the state that was loaded last.
     """
@@ -197,6 +202,7 @@ class TrainingState:
         flat: bool = True,
         pinned: bool = False,
         frozen: bool = True,
+        division: Division | None = None,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = list(extra_tensors)
@@ -205,7 +211,11 @@ class TrainingState:
         self._is_flat = flat
         if flat:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
-        self._whole = Part(self.parameters, self.extra_tensors)
+        self.division: Division = Undivided(own) if division is None else division
+        self.parts = [
+            Part(parameters, [] if number else self.extra_tensors)
+            for number, parameters in zip(self.division.mine, self.division.divided(self.parameters), strict=True)
+        ]
         # At the last `adopt_statistics`: the tensors in the optimizer's state, and those that are in flat memory.
         self._found: list[Tensor] = []
         self._held: list[Tensor] = []
@@ -263,8 +273,8 @@ class TrainingState:
         return True
 
     def digest(self) -> bytes:
-        """The blake3 hash of the parameters, 32 bytes."""
-        return hash_of(self.memory.flat)
+        """The blake3 hash of the parameters of each part that is here, 32 bytes each."""
+        return b"".join(map(hash_of, self.division.hashed(self.parameters, self.memory.flat)))
 
     def _statistics(self) -> list[Tensor]:
         return [tensor for _, _, tensor in in_flat_memory(list(self._kept()))]
@@ -317,14 +327,14 @@ class TrainingState:
             averaged: names of statistics that peers average. All others are sent exactly, because no average would make
                 them equal again.
             groups: the options of the parameter groups; by default those that the groups hold now.
-            part: the part to copy; all of the state when None.
+            part: the part to copy; when None, the first, which is all of the state of a single process.
             values: the values of the parameters, if the parameters have others now.
 
         Raises:
             ValueError: if the optimizer holds something that is not plain data, or if the compression has no codec for
                 a tensor.
         """
-        part = self._whole if part is None else part
+        part = self.parts[0] if part is None else part
         options = self._options() if groups is None else groups
         contents = Contents.of(self.optimizer, part.parameters, options)
         # Statistics with the same name follow each other. So few codec spans suffice, even for many parameters.
@@ -357,8 +367,8 @@ class TrainingState:
         return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
 
     def load(self, state: Downloaded) -> None:
-        """Take over a downloaded state. Raises as `prepare`, and then nothing has changed."""
-        self.prepare(PartState.of(state, self._whole))()
+        """Take over a downloaded state of one part. Raises as `prepare`, and then nothing has changed."""
+        self.prepare(PartState.of(state, self.parts[0]))()
 
     def prepare(self, *given: PartState) -> Callable[[], None]:
         """Prepare to take over the state of parts: check that it fits, and allocate all the memory that it needs.
@@ -558,15 +568,19 @@ class Replica(TrainingState):
         host: the copy of the parameters on the host that the optimizer steps, if it does not step the model itself.
         keeper: keeps the state that this peer leaves.
         users: the optimizer and the scheduler that the user has given: with an outer optimizer, the inner ones.
+        division: how the state is divided into parts.
+        pieces: makes the way between the optimizer's parameters (or what they are copies of) and the model, given
+            these, the frozen parameters, and their placement.
 
     Attributes:
         tip: the name of the state.
         line: the lineages through which this state went, the tip's last.
-        state_digest: the blake3 hash of the parameters, 32 bytes.
+        state_digest: the blake3 hash of the parameters, 32 bytes for each part.
         trained, frozen: the model's parameters that require gradients, and the others.
         param_names: the names of `parameters`, if the user has given any.
         stepped: the optimizer's own parameters that belong to `trained`.
         pieces: what is stepped, and the way between that and the model.
+        of_model: the same, but for copies on the host: what they are copies of.
         shared: the averaged part of the state: parameters and statistics.
         buffers: the extra tensors that are averaged.
         model_memory: the flat memory of the model's parameters.
@@ -579,9 +593,6 @@ class Replica(TrainingState):
             `FlatBuffer.adopt`.
     """
 
-    always_sends_frozen = False
-    """Whether frozen parameters are part of the state, whatever the settings say."""
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -589,6 +600,8 @@ class Replica(TrainingState):
         extra_tensors: Sequence[Tensor],
         settings: Settings,
         host: HostCopy | None,
+        division: Division,
+        pieces: MakePieces,
         keeper: Keeper,
         users: Stepped,
     ) -> None:
@@ -607,8 +620,8 @@ class Replica(TrainingState):
         given = parameters_of(optimizer) if host is None else host.given
         if not any(parameter.requires_grad for parameter in given):
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
-        pinned, frozen = host is not None and host.pinned, settings.sends_frozen or self.always_sends_frozen
-        super().__init__(optimizer, scheduler, extra_tensors, pinned=pinned, frozen=frozen)
+        pinned, frozen = host is not None and host.pinned, settings.sends_frozen or division.always_sends_frozen
+        super().__init__(optimizer, scheduler, extra_tensors, pinned=pinned, frozen=frozen, division=division)
         model, memory = (self.parameters, self.memory) if host is None else (host.model, host.memory)
         self.param_names = names_of(optimizer, self.parameters)
         self.model_memory = memory
@@ -617,10 +630,8 @@ class Replica(TrainingState):
         self.stepped = [parameter for parameter in self.parameters if parameter.requires_grad]
         self._sent_frozen = [parameter for parameter in model if not parameter.requires_grad]
         placement = Placement(model, memory, extra_tensors, self.param_names)
-        self.pieces: Pieces = Own(model, self.frozen, placement)
-        self.of_model = self.pieces
-        if host is not None:
-            self.pieces = OnHost(self.pieces, host, self.memory)
+        self.of_model = pieces(model, self.frozen, placement)
+        self.pieces = self.of_model if host is None else OnHost(self.of_model, host, self.memory)
         self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.frozen_pairs = list(zip(self._sent_frozen, self._not_stepped, strict=True))
         compression = settings.state_averaging_compression
@@ -652,37 +663,50 @@ class Replica(TrainingState):
 
     @property
     def described(self) -> Sequence[Tensor]:
-        """The model's parameters, whose shapes and dtypes peers compare."""
-        return self.parameters
+        """Tensors like the model's parameters, whose shapes and dtypes peers compare."""
+        return self.division.described(self.parameters)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the state has several parts. Then peers average no part of it, and all have its frozen parameters."""
+        return self.division.always_sends_frozen
 
     @property
     def described_trained(self) -> Sequence[Tensor]:
-        """The parameters of the model that are trained, whose shapes and dtypes peers compare."""
-        return self.trained
+        """Tensors like the model's parameters that are trained, whose shapes and dtypes peers compare."""
+        return [each for each in self.described if each.requires_grad] if self.is_divided else self.trained
+
+    def named(self, by_rank: Sequence[bytes]) -> bytes:
+        """One hash of the whole state.
+
+        Args:
+            by_rank: the digest of each rank's parts.
+        """
+        return name_of(self.division.carriers, by_rank) if self.is_divided else by_rank[0]
 
     @property
     def described_names(self) -> list[str]:
         """The names of `described`, if the user has given any."""
-        return self.param_names
+        return self.division.described_names(self.param_names)
 
     @property
     def described_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, whose structure peers compare."""
-        return self.optimizer.param_groups
+        """The parameter groups of `described`, whose structure peers compare."""
+        return self.division.described_groups(self.optimizer.param_groups)
 
     @property
     def max_nbytes(self) -> int:
-        """The largest size of a state of this model, in bytes."""
+        """The largest size of a part of this model's state, in bytes."""
         return self._settings.max_state_bytes or self._nbytes_with(TENSORS_OF_OPTIMIZER) + MANIFEST_BYTES
 
     @property
     def usual_nbytes(self) -> int:
-        """The size of a state of this model with Adam, in bytes, or a little more."""
+        """The size of a part of this model's state with Adam, in bytes, or a little more."""
         return self._nbytes_with(TENSORS_OF_ADAM) + SCALARS_BYTES
 
     def _nbytes_with(self, tensors: int) -> int:
         own = sum(max(4, p.element_size()) * p.numel() for p in [*self.trained, *self._sent_frozen])
-        return tensors * own + sum(t.element_size() * t.numel() for t in self.extra_tensors)
+        return tensors * (own // len(self.parts)) + sum(t.element_size() * t.numel() for t in self.extra_tensors)
 
     @property
     def is_averaged_whole(self) -> bool:
@@ -888,9 +912,22 @@ class Replica(TrainingState):
         self._wanted_until = time.monotonic() + WANTED_SECONDS
         raise Rewritten("the model was written to since the last step: ask after the next one")
 
-    def _copy_now(self) -> Snapshot:
+    def copy_of_part(self, number: int) -> Snapshot:
+        """A snapshot of one of several parts, after the last epoch. What the user has written to the model since is not
+        in it, since the optimizer steps pieces of their own.
+
+        Args:
+            number: the number of the part in the run.
+
+        Raises:
+            ValueError: if the optimizer holds something that can't be sent.
+        """
+        with self._lock:
+            return self._copy_now(self.parts[self.division.mine.index(number)])
+
+    def _copy_now(self, part: Part | None = None) -> Snapshot:
         compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
-        return self.snapshot(self.tip, compression, averaged, self.options.at_tip, values=self._values_in_train())
+        return self.snapshot(self.tip, compression, averaged, self.options.at_tip, part, self._values_in_train())
 
     def _values_in_train(self) -> list[Tensor] | None:
         """The values of the parameters in train mode; None if they have these values now.
@@ -923,8 +960,10 @@ class Replica(TrainingState):
         """An uncompressed copy of the state after the last epoch, with the line of states that leads to it.
 
         Raises:
-            ValueError: if the optimizer holds something that is not plain data.
+            ValueError: if the optimizer holds something that is not plain data, or if the state has several parts.
         """
+        if len(self.division.carriers) > 1:
+            raise ValueError("a cluster whose ranks carry strands keeps no state that it leaves")
         with self._lock:
             values = self._values_in_train()
             copied = self.snapshot(self.tip, NoCompression(), (), self.options.at_tip, values=values)
@@ -940,8 +979,11 @@ class Replica(TrainingState):
         kept = [value for _, _, value in self._kept() if isinstance(value, Tensor)]
         return sum(t.element_size() * t.numel() for t in [*self.parameters, *kept, *self.extra_tensors])
 
-    def make_ready(self, state: Downloaded) -> Callable[[], None]:
+    def make_ready(self, state: Sequence[Downloaded]) -> Callable[[], None]:
         """Prepare to take over a downloaded state, see `prepare`.
+
+        Args:
+            state: the parts of one state, in the order of `parts`.
 
         Returns:
             A function that takes the state over.
@@ -958,20 +1000,20 @@ class Replica(TrainingState):
             with self._lock:
                 take()
                 self.options.refresh()
-                self.line.take_over(state.line, state.manifest.tip)
-                self.tip = state.manifest.tip
+                self.line.take_over(state[0].line, state[0].manifest.tip)
+                self.tip = state[0].manifest.tip
                 self.state_digest = self.digest()
 
         return load
 
-    def _parts_of(self, state: Downloaded) -> list[PartState]:
-        """The parts of a downloaded state.
+    def _parts_of(self, state: Sequence[Downloaded]) -> list[PartState]:
+        """The states of the parts, which were downloaded.
 
         Raises:
             ValueError: if a part is no state.
             NoMemoryForState: if there is no memory to decode one.
         """
-        return [self._without_frozen(PartState.of(state, self._whole))]
+        return [self._without_frozen(PartState.of(*each)) for each in zip(state, self.parts, strict=True)]
 
     def _without_frozen(self, state: PartState) -> PartState:
         """The state without frozen parameters, which a kept state of an older release has."""

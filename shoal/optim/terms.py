@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 
 import torch
 from blake3 import blake3
@@ -28,14 +27,10 @@ from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place
 
 
-def make_run(settings: Settings, dht: DHT, state: Replica, rounds: Rounds, more: Mapping[str, str]) -> Run:
-    """Make this peer's part in the run, not started.
-
-    Args:
-        more: further options that must be equal in the run.
-    """
-    work, pieces, extras, given = rounds.work, state.pieces, state.extra_tensors, settings.averager_opts
-    of_state = Layout.of(state.described) if pieces.are_parts else state.shared.layout
+def make_run(settings: Settings, dht: DHT, state: Replica, rounds: Rounds) -> Run:
+    """Make this peer's part in the run, not started."""
+    work, extras, given = rounds.work, state.extra_tensors, settings.averager_opts
+    of_state = Layout.of(state.described) if state.is_divided else state.shared.layout
     schemas = [of_state.schema_hash, Layout.of(extras).schema_hash]
     agreed = settings.agreed() | {
         "optimizer": term_of(names_of_members(state.wrapped)),
@@ -44,10 +39,11 @@ def make_run(settings: Settings, dht: DHT, state: Replica, rounds: Rounds, more:
         "strands": "1",
         **work.terms(),
         **rounds.terms(),
-        **more,
     }
+    if state.is_divided:
+        agreed["strands' machine"] = name_of_machine(rounds, state.optimizer)
     compared: list[Tensors] = []
-    if state.frozen and not pieces.are_parts:
+    if state.frozen and not state.is_divided:
         if (how := settings.frozen_parameters) != "sample":
             agreed["frozen_parameters"] = how
         if how in ("sample", "hash"):
@@ -60,7 +56,7 @@ def make_run(settings: Settings, dht: DHT, state: Replica, rounds: Rounds, more:
     sizes = [tuple(size for vector in turn for size in vector.sizes) for turn in turns]
     layouts = [state.buffers.layout, state.shared.layout, *(vector.layout for vector in vectors)]
     # If all machines make the same bits, there is no state to average.
-    is_alike = pieces.are_parts or (work.is_exact and not _is_lossy(settings, state))
+    is_alike = state.is_divided or (work.is_exact and not _is_lossy(settings, state))
     rules = Rules(
         sizes=sizes[0] if len(sizes) == 1 else (),
         in_turn=tuple(sizes) if len(sizes) > 1 else (),
@@ -116,7 +112,7 @@ def name_of_machine(rounds: Rounds, optimizer: torch.optim.Optimizer) -> str:
     """
     if rounds.work.is_exact:
         return EXACT
-    if not rounds.have_any_threads or "fused" not in optimizer.defaults:
+    if not rounds.work.has_any_threads or "fused" not in optimizer.defaults:
         return this_machine()
     # torch's fused kernels make the same bits with any number of threads.
     return ", ".join(part for part in this_machine().split(", ") if not part.endswith(" threads"))

@@ -94,6 +94,8 @@ class Work(ABC):
     """Whether the model may have a drift that no round has averaged."""
     wrapped: Optimizer
     """The optimizer that the user has given."""
+    has_any_threads = False
+    """Whether the step with its averages has the same bits with any number of threads, by a fused kernel."""
     steps_at_once = False
     """Whether each batch steps the wrapped optimizer, which may call the closure of the batch."""
     shares_state = True

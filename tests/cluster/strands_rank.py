@@ -148,14 +148,14 @@ def check(ranks: Ranks, params: Any, order: list[int] | None = None) -> Strands:
     strands.spread([])
     assert all(same(whole(p), was) for p, was in zip(strands.model, before, strict=True))
 
-    gathered = strands.gather(strands.pieces)
+    gathered = list(strands.collect(dict(enumerate(strands.pieces))).values())
     assert len(gathered) == (len(strands.model) if ranks.rank == 0 else 0)
     for parameter, full, was in zip(strands.model, gathered, before, strict=False):
         assert full.shape == parameter.shape
         assert same(full.view(-1), was)
     meta = [torch.empty((), dtype=p.dtype, device="meta") for p in strands.model]
-    back = strands.scatter(gathered or meta)
-    assert all(same(*each) for each in zip(back, strands.pieces, strict=True))
+    back = strands.deal(dict(enumerate(gathered or meta)))
+    assert all(same(back[place], piece) for place, piece in enumerate(strands.pieces))
 
     with torch.no_grad():
         for index, strand in enumerate(strands.mine):
@@ -170,10 +170,18 @@ def check(ranks: Ranks, params: Any, order: list[int] | None = None) -> Strands:
     assert all(same(whole(p), counting(was)) for p, was in zip(strands.model, before, strict=True))
 
     halves = [counting(piece).to(torch.float64) / 2 for piece in strands.pieces]  # another dtype than the parameter's
-    gathered = strands.gather(halves)
+    gathered = list(strands.collect(dict(enumerate(halves))).values())
     assert all(same(one.view(-1), other) for one, other in zip(gathered, joined(strands, halves), strict=False))
     doubles = [torch.empty((), dtype=torch.float64, device="meta") for p in strands.model]
-    assert all(same(*each) for each in zip(strands.scatter(gathered or doubles), halves, strict=True))
+    back = strands.deal(dict(enumerate(gathered or doubles)))
+    assert all(same(back[place], half) for place, half in enumerate(halves))
+    last = len(strands.model) - 1
+    some = strands.collect({places[last]: halves[places[last]] for places in strands.numbers})  # of one parameter only
+    assert [*some] == [last][ranks.rank :]
+    assert all(same(one, gathered[last]) for one in some.values())
+    back = strands.deal({last: (gathered or doubles)[last]})
+    assert back.keys() == {places[last] for places in strands.numbers}
+    assert all(same(value, halves[place]) for place, value in back.items())
     check_gradients(strands)
     return strands
 
@@ -398,7 +406,8 @@ def stepped_as_one() -> None:
         ):
             assert torch.allclose(whole(mine), whole(theirs), rtol=1e-5, atol=1e-6)
         if kind is torch.optim.AdamW:
-            momentum = strands.gather([stepper.state[piece]["exp_avg"] for piece in strands.pieces])
+            moments = {place: stepper.state[piece]["exp_avg"] for place, piece in enumerate(strands.pieces)}
+            momentum = strands.collect(moments).values()
             given = [other.state[p]["exp_avg"] for p in alone.parameters()]
             assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(momentum, given, strict=False))
 

@@ -58,9 +58,9 @@ def test_a_single_process_carries_all_strands() -> None:
         assert torch.equal(torch.cat(pieces), parameter.flatten())
     strands.spread([torch.zeros(1)])
     assert all(torch.equal(*each) for each in zip(model.parameters(), before, strict=True))
-    wholes = strands.gather(strands.pieces)
-    assert all(torch.equal(*each) for each in zip(wholes, before, strict=True))
-    assert all(torch.equal(*each) for each in zip(strands.scatter(wholes), strands.pieces, strict=True))
+    wholes = strands.collect(dict(enumerate(strands.pieces)))
+    assert all(torch.equal(*each) for each in zip(wholes.values(), before, strict=True))
+    assert all(torch.equal(piece, strands.pieces[place]) for place, piece in strands.deal(wholes).items())
 
 
 def test_a_step_takes_gradients_only() -> None:
@@ -82,5 +82,6 @@ def test_what_is_no_parameter_is_refused() -> None:
 
 def test_no_parameters_are_no_pieces() -> None:
     strands = Strands(Alone(), [])
-    assert strands.params == strands.gather([]) == strands.scatter([]) == []
+    assert strands.params == []
+    assert strands.collect({}) == strands.deal({}) == {}
     assert strands.numbers == [[]] * 8

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from shoal.optim.distributed_checkpoint import rest_of
 
 from shoal.compression import NoCompression
 from shoal.optim import tree
+from shoal.optim.checkpoint import rest_of
 from shoal.optim.contents import device_of
 from shoal.optim.state import TrainingState
 from shoal.optim.tree import _Kind

@@ -195,3 +195,41 @@ def test_an_optimizer_of_which_no_other_can_be_made_is_saved_after_a_step(alone:
     train(model, optimizer, 1)
     load(optimizer, model, tmp_path)
     assert everything(optimizer) == before
+
+
+@pytest.mark.parametrize("outer", [None, shoal.DiLoCo(inner_steps=2)])
+def test_what_is_loaded_stays_the_callers(alone: Alone, outer: shoal.DiLoCo | None) -> None:
+    """No step changes it."""
+    given: dict[str, Any] = {} if outer is None else {"target_batch_size": None, "outer": outer}
+    first = Net()
+    optimizer = made(alone, first, **given)
+    train(first, optimizer, 3)
+    whole, strands = optimizer.state_dict(), optimizer.strand_state().state_dict()
+    before = plain(whole), plain(strands)
+    optimizer.shutdown()
+    for load in (
+        lambda other: other.load_state_dict(whole),
+        lambda other: other.strand_state().load_state_dict(strands),
+    ):
+        other = made(alone, model := Net(), **given)
+        load(other)
+        train(model, other, 3)
+        other.shutdown()
+        assert (plain(whole), plain(strands)) == before
+
+
+def test_without_an_anchor_the_outer_optimizer_begins_anew(alone: Alone) -> None:
+    """As in a process alone: the model that was loaded is the anchor."""
+    given: dict[str, Any] = {"target_batch_size": None, "outer": shoal.DiLoCo(inner_steps=2), "scheduler": None}
+    optimizer = made(alone, model := Net(), **given)
+    train(model, optimizer, 3)
+    saved = optimizer.state_dict()["shoal"]
+    assert saved["outer"]["state"]
+    assert saved["drift"]["steps"] == 1
+    inner = optimizer.optimizer.state_dict()
+    optimizer.load_state_dict(inner)
+    found = optimizer.state_dict()["shoal"]
+    assert not found["outer"]["state"]
+    assert (found["drift"]["steps"], found["drift"]["samples"]) == (0, 0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert all(torch.equal(*each) for each in zip(found["drift"]["anchor"], trained, strict=True))
