@@ -88,6 +88,8 @@ class Led(Call):
         try:
             answer = decide([] if mine is NOTHING else self._gathered(question, mine))
             self._unsaid += framed(Answered(self._number, self.name, question.name, _encode(answer)))
+            if not question.may_wait:
+                self.flush()
         except Exception as error:  # now, because the caller may catch it
             self.fail(error)
             raise

@@ -32,10 +32,17 @@ class Question(Generic[M, T]):
         name: its name, for errors.
         mine: the type of what each rank brings; `NoneType` if rank 0 decides alone.
         answer: the type of the answer. In `Team.all` it is the list of what all bring.
+        may_wait: whether rank 0 sends the answer together with the next one, because each message wakes its receivers.
+            Then it makes no collectives, and nothing that takes time, before that.
+
+    Attributes:
+        name, may_wait: as given.
     """
 
-    def __init__(self, name: str, mine: type[M] | UnionType, answer: type[T] | UnionType) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, mine: type[M] | UnionType, answer: type[T] | UnionType, *, may_wait: bool = False
+    ) -> None:
+        self.name, self.may_wait = name, may_wait
         self._mine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(mine)
         self._answer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
 

@@ -3,8 +3,8 @@ all ranks get its decision. A process that is alone is a team, too.
 
 A *call* is a method of the optimizer that all ranks call at the same time, such as a step. Within it they exchange
 values, each time about a named `Question`: first each other rank sends one message to rank 0 with what it brings, and
-then rank 0 sends one answer to all. Rank 0 sends its answers together: when it next waits for other ranks, before
-collectives, and with the end of the call.
+then rank 0 sends one answer to all. Answers that may wait are sent together: with the next one that may not, when rank
+0 waits for other ranks, before collectives, and with the end of the call.
 
 An error of one rank is an error of all. If rank 0 raises within a call, the end of the call has the error. If another
 rank does, it tells rank 0, which raises in its next exchange. The rank raises its own error, the others a

@@ -48,15 +48,12 @@ def terms_of(state: Replica, settings: Settings) -> dict[str, str]:
     }
 
 
-def check_alike(mine: Mapping[str, str], of_first: Mapping[str, str]) -> None:
-    """Compare the terms of rank 0 with this rank's.
-
-    Raises:
-        ValueError: with the name of the first one that differs.
-    """
+def unlike(mine: Mapping[str, str], of_first: Mapping[str, str]) -> str:
+    """What differs between the terms of this rank and those of rank 0, in words; "" if they are alike."""
     for name in sorted({*mine, *of_first}):
         if mine.get(name) != of_first.get(name):
-            raise ValueError(
+            return (
                 f"{name} is {mine.get(name)} here, and {of_first.get(name)} at rank 0: give all ranks of a cluster the "
                 "same arguments"
             )
+    return ""

@@ -141,7 +141,7 @@ def _drift(optimizer: Optimizer, settings: Settings, state: Replica, users: Step
     on_host = [copies[parameter] for parameter in state.trained if parameter in copies]
     memory = state.model_memory if on_host else None
     inner = Inner(users.optimizer, users.scheduler, on_host, memory)
-    anchors = Anchors(state.stepped, state.optimizer, state.frozen_pairs, state.take_over)
+    anchors = Anchors(state.stepped, state.optimizer, state.frozen_pairs)
     codec, feedback = settings.grad_compression, settings.error_feedback
     return Drift(
         optimizer, state.of_model, settings.outer, inner, state.trained, anchors, codec, feedback, watched=state.trained
@@ -177,7 +177,7 @@ def _of_strands(
         settings.outer,
         Inner(made.users.optimizer, made.users.scheduler),
         state.trained,
-        Anchors(state.stepped, state.optimizer, state.frozen_pairs, state.take_over),
+        Anchors(state.stepped, state.optimizer, state.frozen_pairs),
         codec,
         feedback,
         turns=[[[own[number] for number in fragment] for own in of_strand] for fragment in fragments],

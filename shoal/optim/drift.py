@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,13 +105,11 @@ class Anchors:
         trained: the anchor of each trained parameter, on the host; in float32 if the parameter's dtype is less exact.
         optimizer: the optimizer of the anchors.
         frozen: the frozen parameters of the model that are part of the state, each with the copy of it.
-        follow: sets all of them to the model; called before the first inner step, when the model is the anchor.
     """
 
     trained: Sequence[Tensor]
     optimizer: torch.optim.Optimizer
     frozen: Sequence[tuple[Tensor, Tensor]] = ()
-    follow: Callable[[], None] = field(default=lambda: None)
 
 
 class Drift(Work):
@@ -162,7 +160,7 @@ class Drift(Work):
         self._pieces, self.choice = pieces, choice
         self.wrapped = self.inner = inner.optimizer
         self._model, self._anchors = list(model), list(anchors.trained)
-        self._outer, self._frozen, self._follow_model = anchors.optimizer, anchors.frozen, anchors.follow
+        self._outer, self._frozen = anchors.optimizer, anchors.frozen
         self.schedule = None if inner.scheduler is None else InnerSchedule(inner.scheduler)
         self.is_exact = all(isinstance(member, ExactSGD) for member in members_of(self._outer))
         self._inner_steps = LossSteps(self.inner, of_epochs=False)
@@ -232,8 +230,6 @@ class Drift(Work):
 
     def _use(self, batch: Batch) -> None:
         self._admit(batch.scaler)
-        if self.is_at_start:
-            self._follow_model()
         self._pieces.check_groups()
         self.accumulate(batch.samples, batch.closure)
 

@@ -27,7 +27,7 @@ from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulator import factor_of
-from shoal.optim.alike import check_alike, terms_of
+from shoal.optim.alike import terms_of, unlike
 from shoal.optim.checkpoint import Checkpoint, StrandCheckpoint
 from shoal.optim.division import in_order
 from shoal.optim.donors import Carrier, Carriers, Donors
@@ -210,7 +210,7 @@ class Rounded(msgspec.Struct, array_like=True, frozen=True):
     behind: str = ""
 
 
-TURN = Question("batch", NoneType, Turn)
+TURN = Question("batch", NoneType, Turn, may_wait=True)
 COUNT = Question("count", NoneType, Next)
 UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
 MAY_END = Question("may end", NoneType, bool)
@@ -225,8 +225,9 @@ REPLAY = Question("replay", NoneType, bool)
 TIP = Question[None, Tip | None]("tip", NoneType, Tip | None)
 PAUSE = Question("pause", NoneType, bool)
 HOOKS = Question("hooks", NoneType, NoneType)
-COMMON = Question("common", NoneType, bytes)
+COMMON = Question("common", bool, bytes)
 MISFITS = Question("misfits", str, list[str])
+UNLIKE = Question("unlike", str, list[str])
 TERMS = Question("terms", NoneType, dict[str, str])
 CARRIERS = Question("carriers", Carrier, list[Carrier])
 FIND = Question("find a state", NoneType, Found)
@@ -328,6 +329,8 @@ class Epoch:
         Args:
             batch: that of this step; in a cluster it counts at rank 0, and has the samples of all ranks.
         """
+        if self._work.is_at_start:
+            self.take_over()  # the model is the anchor that all have
         turn = self._team.decided(TURN, lambda _: self._lead(batch), then=self._follow)
         then = turn.then
         if then is Next.BEHIND:
@@ -849,7 +852,7 @@ class Epoch:
             return
         terms = terms_of(state, self._settings)
         of_first = self._team.decided(TERMS, lambda _: terms)
-        check_alike(terms, of_first)
+        self._refuse(self._team.all(UNLIKE, unlike(terms, of_first)))
         offer = lambda: Offer(line=state.line.to_wire())  # noqa: E731
         self._donors.serve(state.division.mine, self._copy_of_part, lambda: state.tip, offer, allow)
         carriers = Carriers(tuple(self._team.all(CARRIERS, self._donors.me)), tuple(state.division.carriers))
@@ -984,8 +987,14 @@ class Epoch:
         hooks."""
         before_saving(hooked)
         self.take_result(wait=True)
-        common = self._team.decided(COMMON, lambda _: checkpoint.common())
+        common = self._team.decided(COMMON, lambda _: checkpoint.common(), True)  # after the hooks of all ranks
         return after_saving(hooked, checkpoint.save(common))
+
+    def _refuse(self, reasons: Sequence[str]) -> None:
+        """Raise a ValueError with the first reason that a rank has."""
+        for rank, why in enumerate(reasons):
+            if why:
+                raise ValueError(self._team.said(rank, why))
 
     def load_strands(self, state: dict[str, Any], checkpoint: StrandCheckpoint, hooked: Optimizer) -> None:
         """Continue from this rank's part of a state.
@@ -994,9 +1003,7 @@ class Epoch:
             ValueError: if a rank can't. Then nothing has changed.
         """
         given = before_loading(hooked, state)
-        misfits = self._team.all(MISFITS, checkpoint.misfit(given))
-        for misfit in filter(None, misfits):
-            raise ValueError(misfit)
+        self._refuse(self._team.all(MISFITS, checkpoint.misfit(given)))
 
         def load() -> None:
             checkpoint.load(given)

@@ -58,9 +58,9 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     loss: Loss | None
 
 
-STEP = Question("step", Brings, Step)
+STEP = Question("step", Brings, Step, may_wait=True)
 REACHED = Question("reached", bool, NoneType)
-TOLD = Question("told", NoneType, Told)
+TOLD = Question("told", NoneType, Told, may_wait=True)
 LOADED = Question("loaded", NoneType, bool)
 
 

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from shoal.cluster.gang import Gang
 
-from shoal.cluster.messages import Report
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
-from shoal.cluster.ties import ClusterError, framed
+from shoal.cluster.ties import ClusterError
 from shoal.interrupts import held
 from tests.cluster.threads import gang_of
-
-
-def interrupted_waiting(gang: Gang) -> None:
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt), held():
-        gang.hear_reports()
-    timer.join()
 
 
 @pytest.fixture
@@ -34,22 +23,6 @@ def interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interrupts")
-def test_reports_stay_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = {rank: socket.socketpair() for rank in (1, 2)}
-    ties = 0, ["rank 0", "rank 1", "rank 2"], {rank: ours for rank, (ours, _) in pairs.items()}
-    monkeypatch.setattr("shoal.cluster.gang.meet", lambda group: ties)
-    gang = Gang(None)
-    first, second = Report("step", 1), Report("step", 2)
-    pairs[1][1].sendall(framed(first))
-    interrupted_waiting(gang)
-    pairs[2][1].sendall(framed(second))
-    assert gang.hear_reports() == [first, second]
-    gang.leave()
-    for _, theirs in pairs.values():
-        theirs.close()
 
 
 @pytest.mark.usefixtures("interrupts")
