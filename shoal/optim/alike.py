@@ -10,7 +10,7 @@ from shoal.flat import Layout, Together, names_of_members
 from shoal.optim.group_options import structure
 from shoal.optim.host_copy import check_order
 from shoal.optim.settings import Settings, Stepped
-from shoal.optim.state import Replica, parameters_of
+from shoal.optim.state import State, parameters_of
 from shoal.sharding.element_wise import is_element_wise
 
 
@@ -35,7 +35,7 @@ def check_steps_pieces(stepped: Stepped, strands: Strands) -> None:
         check_order(stepped.optimizer, parameters_of(stepped.optimizer), strands.pieces)
 
 
-def terms_of(state: Replica, settings: Settings) -> dict[str, str]:
+def terms_of(state: State, settings: Settings) -> dict[str, str]:
     """The options and shapes that must be equal at all ranks, by name."""
     kinds: dict[str, object] = {"optimizer": state.wrapped, "scheduler": state.scheduler}
     if state.wrapped is not state.optimizer:

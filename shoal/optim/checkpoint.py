@@ -29,7 +29,7 @@ from shoal.optim.as_saved import load_as_saved, load_exactly
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import is_plain, plain, restored
-from shoal.optim.state import Replica, parameters_of, scheduler_state
+from shoal.optim.state import State, parameters_of, scheduler_state
 from shoal.optim.work import Work
 
 NO_STRANDS = (
@@ -98,7 +98,7 @@ class Common(msgspec.Struct, frozen=True):
     """The part of the state that is the same at all ranks. Rank 0 makes it.
 
     Attributes:
-        epoch, names: see `Replica.tip_of`.
+        epoch, names: see `State.tip_of`.
         parameters: shape and dtype of each parameter of the model.
         extras: the number of extra tensors.
         scheduler: the state of the scheduler; None without one.
@@ -179,7 +179,7 @@ class OwnCheckpoint(Checkpoint):
         work: what the peer brings to rounds.
     """
 
-    def __init__(self, state: Replica, work: Work) -> None:
+    def __init__(self, state: State, work: Work) -> None:
         self._state, self._work = state, work
 
     def before_saving(self) -> None:
@@ -214,7 +214,7 @@ class StrandCheckpoint(Checkpoint):
 
     elsewhere = WholeState()
 
-    def __init__(self, state: Replica, strands: Strands, drift: Drift | None) -> None:
+    def __init__(self, state: State, strands: Strands, drift: Drift | None) -> None:
         self._state, self._strands, self._drift = state, strands, drift
 
     # -- as the state dict of a single process, at rank 0. All ranks call `state_dict` and `load_state_dict` at once,

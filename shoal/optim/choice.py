@@ -34,7 +34,7 @@ from shoal.optim.settings import (
     make_trained,
 )
 from shoal.optim.shown_copies import shown_of, shown_of_pieces
-from shoal.optim.state import Replica
+from shoal.optim.state import State
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.work import Work
 
@@ -74,21 +74,21 @@ def make_torch(
     return Made(users, Stepped(outer, None, anchor))
 
 
-def make_state(made: Made, extra_tensors: list[Tensor], settings: Settings, shards: Shards, dht: DHT) -> Replica:
+def make_state(made: Made, extra_tensors: list[Tensor], settings: Settings, shards: Shards, dht: DHT) -> State:
     """Make the state of this rank."""
     optimizer, scheduler, host = made.stepped
     keeper = Keeper(settings.kept_state_dir, dht.peer_id.key)
     if not isinstance(shards, Strands):
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         division = Undivided(own)
-        return Replica(optimizer, scheduler, extra_tensors, settings, host, division, Own, keeper, made.users)
+        return State(optimizer, scheduler, extra_tensors, settings, host, division, Own, keeper, made.users)
     check_steps_pieces(made.stepped, shards)
     in_backward = shards.pieces if settings.outer is None else shards.model
 
     def pieces(model: object, frozen: object, placement: Any) -> StrandPieces:
         return StrandPieces(shards, in_backward, placement)
 
-    return Replica(optimizer, scheduler, extra_tensors, settings, host, shards, pieces, keeper, made.users)
+    return State(optimizer, scheduler, extra_tensors, settings, host, shards, pieces, keeper, made.users)
 
 
 def shown_by(made: Made, shards: Shards, settings: Settings, wait: Any) -> Shown:
@@ -98,9 +98,7 @@ def shown_by(made: Made, shards: Shards, settings: Settings, wait: Any) -> Shown
     return shown_of(made.users.optimizer, made.users.host, wait)
 
 
-def make_rounds(
-    optimizer: Optimizer, settings: Settings, state: Replica, made: Made, shards: Shards, dht: DHT
-) -> Rounds:
+def make_rounds(optimizer: Optimizer, settings: Settings, state: State, made: Made, shards: Shards, dht: DHT) -> Rounds:
     """Make the work of this rank, and the rounds in which it is averaged.
 
     Args:
@@ -135,7 +133,7 @@ def make_rounds(
     return AveragerRounds(work, dht.peer_id.key, gradients)
 
 
-def _drift(optimizer: Optimizer, settings: Settings, state: Replica, users: Stepped) -> Drift:
+def _drift(optimizer: Optimizer, settings: Settings, state: State, users: Stepped) -> Drift:
     assert settings.outer is not None
     copies = {} if users.host is None else users.host.stepped()
     on_host = [copies[parameter] for parameter in state.trained if parameter in copies]
@@ -149,7 +147,7 @@ def _drift(optimizer: Optimizer, settings: Settings, state: Replica, users: Step
 
 
 def _of_strands(
-    optimizer: Optimizer, settings: Settings, state: Replica, made: Made, strands: Strands, dht: DHT
+    optimizer: Optimizer, settings: Settings, state: State, made: Made, strands: Strands, dht: DHT
 ) -> StrandRounds:
     """The gradients of this rank's strands, or the drift of their pieces, and their rounds."""
     codec, feedback = settings.grad_compression, settings.error_feedback
@@ -190,7 +188,7 @@ def _of_strands(
     return StrandRounds(drift, turns, strands.carriers, repr(fragments).encode())
 
 
-def make_checkpoint(state: Replica, work: Work, shards: Shards) -> Checkpoint:
+def make_checkpoint(state: State, work: Work, shards: Shards) -> Checkpoint:
     """Make what saves and loads the state."""
     if isinstance(shards, Strands):
         return StrandCheckpoint(state, shards, work if isinstance(work, Drift) else None)

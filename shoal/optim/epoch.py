@@ -39,7 +39,7 @@ from shoal.optim.result import Result
 from shoal.optim.rounds import Rounds
 from shoal.optim.run import until
 from shoal.optim.settings import Settings
-from shoal.optim.state import AS_OBJECT, Replica, Rewritten, for_newcomer
+from shoal.optim.state import AS_OBJECT, Rewritten, State, for_newcomer
 from shoal.optim.turns import are_several
 from shoal.optim.work import Batch, Work
 from shoal.p2p.identity import PeerID
@@ -262,7 +262,7 @@ class Epoch:
         self,
         settings: Settings,
         team: Team,
-        state: Replica,
+        state: State,
         rounds: Rounds,
         pilot: Pilot,
         donors: Donors,
@@ -573,9 +573,10 @@ class Epoch:
     def _average_before(self) -> bytes:
         """Wait for the rounds before the run's, at all ranks. Returns the name of their averages."""
         tip, mine = self._state.tip, b""
-        with self._team.ends(lambda: self._pilot.past(tip)) as ended, contextlib.suppress(Behind):
-            mine = self._rounds.average(self._settings.averaging_timeout, ended)
-        by_rank = self._team.all(NAMES, mine)
+        with self._team.ends(lambda: self._pilot.past(tip)) as ended:
+            with contextlib.suppress(Behind):
+                mine = self._rounds.average(self._settings.averaging_timeout, ended)
+            by_rank = self._team.all(NAMES, mine)
         if not all(by_rank):
             raise Behind("others have ended the epoch before the averages of this peer were there")
         return self._rounds.name(by_rank)

@@ -48,7 +48,7 @@ class Kept:
         return self.snapshot.tip.lineage == pin.lineage or (not pin.rewind and pin.lineage in self.line)
 
     def as_downloaded(self, pin: int) -> Downloaded:
-        """The state in the form that `Replica.load` takes, with `pin` as the number of its pin.
+        """The state in the form that `State.load` takes, with `pin` as the number of its pin.
 
         Raises:
             NoMemoryForState: if there is no memory for that.

@@ -89,7 +89,7 @@ PLAIN_OPTIONS = PLAIN | {tuple, list}
 """Those of options. `check_options` looks into lists."""
 
 MakePieces = Callable[[Sequence[Tensor], Sequence[Tensor], Placement], Pieces]
-Load = Callable[["Replica", dict[str, Any], dict[str, Any]], None]
+Load = Callable[["State", dict[str, Any], dict[str, Any]], None]
 Index = Annotated[int, msgspec.Meta(ge=0)]
 Groups = Sequence[dict[str, Any]]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -557,7 +557,7 @@ class TrainingState:
         return ([], None) if _are_same(held, self._held) else (held, FlatBuffer.for_adoption(held))
 
 
-class Replica(TrainingState):
+class State(TrainingState):
     """This peer's state in a run, with its name in the run and its steps.
 
     One thread at a time changes it. Other threads may take snapshots meanwhile.

@@ -18,7 +18,7 @@ from shoal.optim.machine import EXACT
 from shoal.optim.rounds import Rounds
 from shoal.optim.run import Run
 from shoal.optim.settings import PLACE_TIMES, Settings
-from shoal.optim.state import Replica, names_of
+from shoal.optim.state import State, names_of
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
@@ -27,7 +27,7 @@ from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place
 
 
-def make_run(settings: Settings, dht: DHT, state: Replica, rounds: Rounds) -> Run:
+def make_run(settings: Settings, dht: DHT, state: State, rounds: Rounds) -> Run:
     """Make this peer's part in the run, not started."""
     work, extras, given = rounds.work, state.extra_tensors, settings.averager_opts
     of_state = Layout.of(state.described) if state.is_divided else state.shared.layout
@@ -99,7 +99,7 @@ def make_run(settings: Settings, dht: DHT, state: Replica, rounds: Rounds) -> Ru
     return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
 
 
-def _is_lossy(settings: Settings, state: Replica) -> bool:
+def _is_lossy(settings: Settings, state: State) -> bool:
     """Whether newcomers get parameters that differ from their donors'. Only an average makes them equal again."""
     return plan_codecs(settings.load_state_compression, state.shared.layout, TensorRole.PARAMETER).lossy
 

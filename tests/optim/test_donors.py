@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.optim.test_division import own, strands
 
 import shoal
 from shoal.compression import NoCompression
@@ -19,7 +20,6 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Offer
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingShared, download_state
-from tests.optim.test_pieces import own, strands
 
 TIP = Tip(3, b"l" * 32, 12.0)
 LIMIT = 1 << 20
@@ -43,7 +43,7 @@ class Pair:
         offer = partial(Offer, line=TIP.lineage)
         self.giver.serve(range(self.count), copy, lambda: TIP, offer, **given)  # type: ignore[arg-type]
         if self.count > 1:
-            self.giver.say_who_carries(Carriers((self.giver.me,), (0,) * self.count))
+            self.giver.meet(Carriers((self.giver.me,), (0,) * self.count))
 
     def download(self) -> list[Downloaded]:
         carriers = self.taker.who_carries([self.donor_id])
@@ -159,7 +159,7 @@ def test_a_cluster_of_other_strands_is_not_asked_for_any(pair: Callable[..., Pai
     both = pair(3)
     with pytest.raises(DownloadFailed, match="There was nobody to ask"):
         both.taker.who_carries([])
-    both.giver.say_who_carries(Carriers((both.giver.me,), (0, 0)))
+    both.giver.meet(Carriers((both.giver.me,), (0, 0)))
     with pytest.raises(DownloadFailed, match="does not say who carries each of 3 strands"):
         both.download()
 

@@ -112,7 +112,7 @@ def test_a_state_dict_of_a_process_into_strands(alone: Alone, mode: str) -> None
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_of_each_strand(alone: Alone, mode: str) -> None:
     model, optimizer = made(alone, mode, **STRANDS)
-    extras = optimizer._replica.extra_tensors
+    extras = optimizer._state.extra_tensors
     state = {"model": model.state_dict(), "optimizer": optimizer.strand_state()}
     dcp.load(state, checkpoint_id=FILES / f"strands.{mode}")
     saved = torch.load(FILES / f"strands.{mode}.pt", weights_only=True)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.cluster.team import Alone as Team
 from shoal.optim import epoch, state_averager
+from shoal.optim.epoch import Fetched
 from shoal.optim.kept import Kept
 from shoal.optim.state import TrainingState
-from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 from tests.optim.conftest import Alone
 from tests.optim.lack import Lack
@@ -92,7 +94,7 @@ def found(optimizer: shoal.Optimizer, state: Kept | Downloaded, *, keeps: bool =
     if not keeps:
         patch.setattr(optimizer._epoch._pilot.forks, "leave", lambda *_: None)
     given = state.as_downloaded(0) if isinstance(state, Kept) else state
-    patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: given)
+    patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [given])
     return patch
 
 
@@ -139,69 +141,51 @@ def test_a_drift_that_others_may_have_is_given_up_with_the_load(alone: Alone, mo
     assert optimizer.tip == giver.tip
 
 
+def strands_of(giver: Any) -> list[Downloaded]:
+    state = giver._state
+    exact = shoal.compression.NoCompression()
+    return [Kept(state.snapshot(state.tip, exact, part=part), ()).as_downloaded(0) for part in state.parts]
+
+
 def test_a_cluster_of_strands_loads_all_of_them_or_none(alone: Alone) -> None:
     donor, newcomer = Net(300), Net(300)
     giver, taker = made_with_strands(alone, donor), made_with_strands(alone, newcomer, run_id="s")
     train_strands(donor, giver, 3)
-    replica, of_giver = taker._state, giver._state
-    assert isinstance(replica, StrandReplica)
-    assert isinstance(of_giver, StrandReplica)
-    strands = {}
-    for number in range(4):
-        kept = Kept(of_giver.snapshot(of_giver.tip, shoal.compression.NoCompression(), part=of_giver.part(number)), ())
-        strands[number] = kept.as_downloaded(0)
-    replica._downloaded = dict(strands)
+    state, of_giver = taker._state, giver._state
 
     def load() -> None:
-        replica._downloaded = replica._downloaded or dict(strands)
-        replica.make_ready(strands[0])(False)
+        with torch.no_grad():
+            state.make_ready(strands_of(giver))()
 
     assert check_all_or_nothing(newcomer, taker, load)
-    assert not replica._downloaded
-    assert replica.state_digest == of_giver.state_digest
-    kept = plain(replica.optimizer.state_dict()["state"])
+    assert state.state_digest == of_giver.state_digest
+    kept = plain(state.optimizer.state_dict()["state"])
     assert kept == plain(of_giver.optimizer.state_dict()["state"])
 
 
-class CrewOfTwo:
+class TeamOfTwo(Team):
     """Stands in for a rank that answers as given."""
 
-    names = ("rank 0", "rank 1")
+    def __init__(self, answer: Fetched) -> None:
+        super().__init__()
+        self.size, self.names, self._answer = 2, ["rank 0", "rank 1"], answer
 
-    def __init__(self, *answer: Any) -> None:
-        self.told: list[str] = []
-        self._answer = list(answer)
-
-    def tell(self, what: str, *given: Any) -> None:
-        self.told.append(what)
-
-    def hear(self) -> list[Any]:
-        return [self._answer]
+    def all(self, question: Any, mine: Any) -> list[Any]:
+        return [mine, self._answer]
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"), [(("no memory", True), NoMemoryForState), (("no such parameter", False), ValueError)]
+    ("answer", "kind"), [(("no memory", True), NoMemoryForState), (("no such parameter", False), Rejected)]
 )
 def test_what_another_rank_can_not_load_is_loaded_by_none(alone: Alone, answer: Any, kind: type[Exception]) -> None:
     donor, newcomer = Net(), Net()
     giver, taker = made_with_strands(alone, donor), made_with_strands(alone, newcomer, run_id="s")
     train_strands(donor, giver, 1)
-    replica = taker._state
-    assert isinstance(replica, StrandReplica)
-    strands = {}
-    for number in range(4):
-        part = giver._state.part(number)  # type: ignore[attr-defined]
-        copy = giver._state.snapshot(giver._state.tip, shoal.compression.NoCompression(), part=part)
-        strands[number] = Kept(copy, ()).as_downloaded(0)
-    replica._downloaded = strands
     before = everything(newcomer, taker)
-    own, crew = replica.crew, CrewOfTwo(*answer)
-    replica.crew = crew  # type: ignore[assignment]
-    with pytest.raises(kind, match="rank 1: no "):
-        replica.make_ready(strands[0])
-    assert crew.told == ["make ready", "drop"]
-    assert not replica._downloaded
-    replica.crew = own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(taker._epoch, "_team", TeamOfTwo(Fetched(*answer)))
+        with pytest.raises(kind, match="rank 1: no "):
+            taker._epoch._make_ready(strands_of(giver), copies=False)
     assert everything(newcomer, taker) == before
 
 
@@ -252,7 +236,7 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer._run, "donors", lambda: [optimizer.dht.peer_id])
-        patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: states.pop())
+        patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [states.pop()])
         patch.setattr(epoch.log, "disabled", True)  # pytest keeps what is logged, and with it the error
         gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""What pieces tell the state: a contract that all members of the kind keep, on plain tensors."""
+"""What a division tells the state: a contract that all members of the kind keep, on plain tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 import shoal
 from shoal.cluster.strands import Strands
 from shoal.flat import FlatBuffer
-from shoal.optim.pieces import OnHost, Own, Pieces
-from shoal.optim.state import TrainingState, hash_of
+from shoal.optim.division import Division, Undivided
+from shoal.optim.loads import hash_of
+from shoal.optim.state import TrainingState
 
 
 def model() -> list[tuple[str, nn.Parameter]]:
@@ -23,9 +24,9 @@ def model() -> list[tuple[str, nn.Parameter]]:
     return list(made.named_parameters())
 
 
-def own() -> tuple[Pieces, list[dict[str, Any]]]:
+def own() -> tuple[Division, list[dict[str, Any]]]:
     named = model()
-    return Own([p for _, p in named]), [{"params": named[:1]}, {"params": named[1:]}]
+    return Undivided([p for _, p in named]), [{"params": named[:1]}, {"params": named[1:]}]
 
 
 def strands(count: int) -> tuple[Strands, list[dict[str, Any]]]:
@@ -34,11 +35,9 @@ def strands(count: int) -> tuple[Strands, list[dict[str, Any]]]:
     return made, made.groups
 
 
-MEMBERS: dict[str, Callable[[], tuple[Pieces, list[dict[str, Any]]]]] = {
+MEMBERS: dict[str, Callable[[], tuple[Division, list[dict[str, Any]]]]] = {
     "own": own,
     "strands": lambda: strands(4),
-    "on the host": lambda: (OnHost(own()[0]), own()[1]),
-    "strands on the host": lambda: (OnHost((made := strands(2))[0]), made[1]),
 }
 
 
@@ -77,19 +76,12 @@ def test_every_member_keeps_the_contract(member: str) -> None:
         stepped[parts[-1][0]].add_(1.0)
     after = list(map(hash_of, pieces.hashed(stepped, flat.flat)))
     assert [a == b for a, b in zip(before, after, strict=True)] == [True] * (len(parts) - 1) + [False]
-    assert all(any(g is p for p in [*pieces.model, *stepped]) for g in pieces.in_backward)
-
-
-def test_gradients_come_to_the_model_where_copies_are_stepped() -> None:
-    made, _ = strands(2)
-    assert list(map(id, made.in_backward)) == list(map(id, made.pieces))
-    assert list(map(id, OnHost(made).in_backward)) == list(map(id, made.model))
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_state_has_a_part_for_each_strand_and_the_first_has_the_extra_tensors(count: int) -> None:
     pieces, groups = own() if count == 1 else strands(count)
-    state = TrainingState(torch.optim.SGD(groups, lr=0.1), None, [torch.ones(2)], pieces=pieces)
+    state = TrainingState(torch.optim.SGD(groups, lr=0.1), None, [torch.ones(2)], division=pieces)
     assert [len(part.parameters) for part in state.parts] == [4] * count
     assert [len(part.extras) for part in state.parts] == [1] + [0] * (count - 1)
     assert len(state.digest()) == 32 * count
