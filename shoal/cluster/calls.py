@@ -51,7 +51,7 @@ class Call(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Send all answers before this rank does something that takes time."""
+        """See `Team`."""
 
     def _check(self) -> None:
         """Raise ClusterError if the call has failed, and the caller has gone on."""
@@ -179,8 +179,7 @@ class Led(Call):
             return
         self.has_failed = True
         self._unsaid += framed(Answered(self._number, self.name, error=text_of(error)))
-        with contextlib.suppress(ClusterError):  # which every call of the ties raises
-            self.flush()
+        _tell(self._ties, self._unsaid, error)
 
 
 class Followed(Call):
@@ -245,8 +244,16 @@ class Followed(Call):
     def fail(self, error: Exception) -> None:
         """See `Call`."""
         if not self.has_failed:
-            with contextlib.suppress(ClusterError):  # which every call of the ties raises
-                self._ties.send(framed(Brought(self._number, self.name, "", error=text_of(error))))
+            _tell(self._ties, framed(Brought(self._number, self.name, "", error=text_of(error))), error)
+
+
+def _tell(ties: Ties, said: bytes, error: Exception) -> None:
+    """Tell other ranks of an error. If a rank is lost, that is why there was an error: raise ClusterError from it."""
+    try:
+        ties.send(said)
+    except ClusterError as why:
+        if not (ties.is_whole or isinstance(error, ClusterError)):
+            raise why from error
 
 
 @contextlib.contextmanager

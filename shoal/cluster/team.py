@@ -104,6 +104,10 @@ class Team(ABC):
         """
 
     @abstractmethod
+    def flush(self) -> None:
+        """Send the answers of rank 0 now. Call this before work that takes time and that all ranks do at once."""
+
+    @abstractmethod
     def collectives(self) -> AbstractContextManager[None]:
         """A context for collectives of all ranks. If they fail because a rank is lost, they raise ClusterError."""
 
@@ -180,6 +184,9 @@ class Alone(Team):
             yield future
         finally:
             future.cancel()
+
+    def flush(self) -> None:
+        """See `Team`."""
 
     def collectives(self) -> AbstractContextManager[None]:
         """See `Team`."""
@@ -273,10 +280,14 @@ class Gang(Team):
         """See `Team`."""
         return self._now.ends(make)
 
+    def flush(self) -> None:
+        """See `Team`."""
+        self._now.flush()
+
     @contextlib.contextmanager
     def collectives(self) -> Iterator[None]:
         """See `Team`."""
-        self._now.flush()
+        self.flush()
         with self._ties.collectives():
             yield
 

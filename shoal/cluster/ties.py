@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -97,7 +98,10 @@ class Ties:
                 with self._sending:
                     self._sockets[rank].sendall(data)
             except OSError as error:
-                self._lose(rank, str(error))
+                with unbroken():  # the listening thread may be about to read its goodbye
+                    self.until(partial(self._left.__contains__, rank), LOSS_SECONDS)
+                if rank not in self._left:
+                    self._lose(rank, str(error))
         self.check()
 
     def has_news(self, rank: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import NoneType
 from typing import Any
 
@@ -46,8 +46,14 @@ def teams(request: pytest.FixtureRequest) -> Iterator[Sequence[Team]]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 0 says when it has waited for long helps no other test."""
+    monkeypatch.setattr(calls, "LATE_SECONDS", 600.0)
+
+
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 soon says what it waits for."""
     monkeypatch.setattr(calls, "LATE_SECONDS", 0.05)
 
@@ -173,7 +179,7 @@ def test_a_rank_whose_work_has_failed_stays_until_it_brings_something(teams: Seq
     assert sorted(seen) == list(range(len(teams)))
     assert errors_of(ended[1:]) == ["ValueError: spilt coffee"] * (len(teams) - 1)
     if len(teams) > 1:
-        assert "rank 1 has raised ValueError: spilt coffee" in str(ended[0])
+        assert "has raised ValueError: spilt coffee" in str(ended[0])
     is_well(teams)
 
 
@@ -391,7 +397,8 @@ def test_a_step_is_one_message_up_and_one_down(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(sent) == [0, 1, 2, 3]
 
 
-def test_decisions_are_known_before_collectives_begin() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_decisions_are_known_before_collectives_begin(by_hand: bool) -> None:
     heard = threading.Event()
 
     def step(team: Team) -> bool:
@@ -399,7 +406,9 @@ def test_decisions_are_known_before_collectives_begin() -> None:
             team.decided(NEXT, lambda _: Turn("gather", []))
             if team.rank:
                 heard.set()
-            with team.collectives():
+            if by_hand:
+                team.flush()
+            with nullcontext() if by_hand else team.collectives():
                 return heard.wait(30.0)
 
     with gang_of(2) as teams:
@@ -442,44 +451,61 @@ def test_rank_0_ends_the_wait_of_all(when: str) -> None:
         is_well(teams)
 
 
+def test_a_wait_that_is_over_is_over_for_all_even_if_rank_0_collects_nothing_in_it() -> None:
+    over: Future[None] = Future()
+
+    def step(team: Team) -> list[int]:
+        with team.call("step"):
+            with team.ends(lambda: over) as ended:
+                if team.rank == 0:
+                    over.set_result(None)
+                ended.result(30.0)
+            return team.all(SAMPLES, team.rank)
+
+    with gang_of(3) as teams:
+        assert at_ranks(teams, step) == [[0, 1, 2]] * 3
+
+
 def test_a_late_end_does_not_end_the_next_wait() -> None:
-    """Rank 1 has not waited when rank 0 said that the first wait is over."""
-    first: Future[None] = Future()
-    first.set_result(None)
-    second: Future[None] = Future()
+    """The others have gone on when the future of rank 0 is done."""
+    futures: list[Future[None]] = []
 
     def step(team: Team) -> bool:
         with team.call("step"):
-            with team.ends(lambda: first):
+            with team.ends(lambda: futures[0]):
                 team.all(SAMPLES, 0)
-            with team.ends(lambda: second) as ended:
+                if team.rank == 0:
+                    futures[0].set_result(None)
+            with team.ends(lambda: futures[1]) as ended:
                 was_done = ended.done()
                 team.all(SAMPLES, 0)
             return was_done
 
     with gang_of(2) as teams:
         for _ in range(2):
-            second = Future()
+            futures = [Future(), Future()]
             assert at_ranks(teams, step) == [False] * 2
 
 
-@pytest.mark.parametrize("caught", [False, True])
-def test_an_error_of_rank_0_ends_the_wait_of_all(caught: bool) -> None:
+@pytest.mark.parametrize("place", ["before", "within", "within, and caught"])
+def test_an_error_of_rank_0_ends_the_wait_of_all(place: str) -> None:
     def step(team: Team) -> list[int]:
         with team.call("step"):
+            if team.rank == 0 and place == "before":
+                spill()
             try:
                 with team.ends(Future) as ended:
                     if team.rank == 0:
                         spill()
                     ended.result(30.0)
             except ValueError:
-                if not caught:
+                if place == "within":
                     raise
             return team.all(SAMPLES, team.rank)
 
     with gang_of(2) as teams:
         ended = at_ranks(teams, step)
-        if caught:
+        if place == "within, and caught":
             assert ended == [[0, 1]] * 2
         else:
             assert errors_of(ended) == [
@@ -543,6 +569,33 @@ def test_a_loss_is_an_error_of_all_wherever_they_wait(lost: int, waits: str) -> 
             assert not teams[rank].is_whole
             with pytest.raises(ClusterError, match="is lost"), teams[rank].call("step"):
                 pass
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_error_that_follows_from_a_loss_says_who_is_lost(where: int) -> None:
+    """As of a round that ends because the run is left when a rank is lost."""
+    stopped, is_in_round = threading.Event(), threading.Event()
+
+    def step(team: Team) -> None:
+        if team.rank == where:
+            team.when_lost(stopped.set)
+        with team.call("step"):
+            team.all(SAMPLES, 0)
+            team.flush()
+            if team.rank == where:
+                is_in_round.set()
+                stopped.wait(30.0)
+                spill()
+            if team.rank == 2:
+                is_in_round.wait(30.0)
+                return kill(team)
+            team.all(SAMPLES, 0)
+
+    with gang_of(3) as teams:
+        error = at_ranks(teams, step)[where]
+        assert isinstance(error, ClusterError)
+        assert "rank 2 of this cluster is lost" in str(error)
+        assert str(error.__cause__) == "spilt coffee"
 
 
 @pytest.mark.parametrize(

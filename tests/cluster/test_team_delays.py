@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from shoal.cluster import calls
 from shoal.cluster.question import Question
 from shoal.cluster.team import Gang
 from shoal.cluster.ties import ClusterError
@@ -151,8 +152,10 @@ class Draw:
         return given
 
 
-def check(seed: int) -> None:
+def check(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Draw(seed)
+    # Rank 0 says very often what it waits for; or never, so that this ends no wait that would not end by itself.
+    monkeypatch.setattr(calls, "LATE_SECONDS", 0.0 if seed % 2 else 600.0)
     with gang_of(draw.size) as gang:
         found = at_ranks(gang, draw.run)
     for number, plan in enumerate(draw.plans):
@@ -170,6 +173,6 @@ def check(seed: int) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(30), pytest.param(range(30, 1000), marks=only_in_soak)], ids=["30 draws", "1000 draws"]
 )
-def test_all_ranks_have_the_same_decisions(seeds: range) -> None:
+def test_all_ranks_have_the_same_decisions(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in seeds:
-        check(seed)
+        check(seed, monkeypatch)
