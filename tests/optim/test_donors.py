@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from tests.optim.test_division import own, strands
 
 import shoal
 from shoal.compression import NoCompression
@@ -20,6 +19,7 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Offer
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingShared, download_state
+from tests.optim.test_division import own, strands
 
 TIP = Tip(3, b"l" * 32, 12.0)
 LIMIT = 1 << 20
