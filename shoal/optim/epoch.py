@@ -1101,8 +1101,11 @@ class Epoch:
                 return
         except AveragingError as error:
             failed = error
-        if self._team.decided(PAUSE, lambda _: self._pause(began, failed)):
-            self._leave_round()
+        try:
+            if self._team.decided(PAUSE, lambda _: self._pause(began, failed)):
+                self._leave_round()
+        finally:
+            failed = None  # it would keep this call's objects, and the state that has arrived
 
     def _has_arrived(self, before: Tip, donors: Sequence[PeerID]) -> bool:
         """At rank 0: whether this peer is where the others are, because it has replayed, or followed their pin."""
@@ -1193,19 +1196,19 @@ class Epoch:
         """
         load: Callable[[], None] = lambda: None  # noqa: E731
         kept: Sequence[torch.Tensor] = []
-        ready, cause = Fetched(), None
+        ready = Fetched()
         try:
             load = self._state.make_ready(state)
             if copies:
                 with memory_for("the drift that this peer would keep", NoMemoryForState):
                     kept = self._work.copy_to_keep()
         except (ValueError, NoMemoryForState) as error:
-            ready, cause = Fetched(str(error), isinstance(error, NoMemoryForState)), error
+            ready = Fetched(str(error), isinstance(error, NoMemoryForState))
         for rank, each in enumerate(self._team.all(READY, ready)):
             if each.lacks_memory:
-                raise NoMemoryForState(self._team.said(rank, each.why)) from cause
+                raise NoMemoryForState(self._team.said(rank, each.why))
             if each.why:
-                raise Rejected(f"the run's state does not fit this peer: {self._team.said(rank, each.why)}") from cause
+                raise Rejected(f"the run's state does not fit this peer: {self._team.said(rank, each.why)}")
         return load, kept
 
     def _fetch(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> list[Downloaded]:
@@ -1260,8 +1263,11 @@ class Epoch:
             return Found(known[0].manifest.tip, carriers)
 
         found = self._team.decided(FIND, lambda _: find())
-        if found.tip is None:
-            raise failed or (DownloadFailed if found.is_wanted else NothingWanted)(found.why)
+        try:
+            if found.tip is None:
+                raise failed or (DownloadFailed if found.is_wanted else NothingWanted)(found.why)
+        finally:
+            failed = None  # it would keep this call's objects
         return found.tip, found.carriers, known
 
     # -- a state that this peer has kept

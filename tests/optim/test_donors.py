@@ -66,7 +66,9 @@ def pair(peers: list[shoal.DHT], request: pytest.FixtureRequest) -> Iterator[Cal
 
 def trained(count: int, seed: float) -> TrainingState:
     pieces, groups = own() if count == 1 else strands(count)
-    state = TrainingState(torch.optim.SGD(groups, lr=0.1, momentum=0.9), None, [torch.full((3,), seed)], pieces=pieces)
+    state = TrainingState(
+        torch.optim.SGD(groups, lr=0.1, momentum=0.9), None, [torch.full((3,), seed)], division=pieces
+    )
     with torch.no_grad():
         for number, parameter in enumerate(state.parameters):
             parameter.fill_(seed + number)

@@ -151,11 +151,10 @@ def test_a_cluster_of_strands_loads_all_of_them_or_none(alone: Alone) -> None:
     donor, newcomer = Net(300), Net(300)
     giver, taker = made_with_strands(alone, donor), made_with_strands(alone, newcomer, run_id="s")
     train_strands(donor, giver, 3)
-    state, of_giver = taker._state, giver._state
+    state, of_giver, strands = taker._state, giver._state, strands_of(giver)
 
     def load() -> None:
-        with torch.no_grad():
-            state.make_ready(strands_of(giver))()
+        state.make_ready(strands)()
 
     assert check_all_or_nothing(newcomer, taker, load)
     assert state.state_digest == of_giver.state_digest
