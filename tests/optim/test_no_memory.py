@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.cluster.team import Alone as Team
-from shoal.optim import epoch, state_averager
+from shoal.optim import pilot, state_averager
 from shoal.optim.epoch import Fetched
 from shoal.optim.kept import Kept
 from shoal.optim.state import TrainingState
@@ -236,7 +236,7 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer._run, "donors", lambda: [optimizer.dht.peer_id])
         patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [states.pop()])
-        patch.setattr(epoch.log, "disabled", True)  # pytest keeps what is logged, and with it the error
+        patch.setattr(pilot.log, "disabled", True)  # pytest keeps what is logged, and with it the error
         gc.disable()
         try:
             with Lack(1):
