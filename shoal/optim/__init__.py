@@ -10,8 +10,8 @@ What this room promises to its users:
 How to read it: `optimizer.py` is the public face, `settings.py` checks its arguments, and `choice.py` makes its parts.
 `epoch.py` goes from epoch to epoch: it accumulates, ends the epoch with the others, steps the state (`state.py`), and
 continues from a state of others (`donors.py`). `pilot.py` asks the run (`run.py`) and decides, without tensors. Three
-interfaces hide the modes from them: `work.py` is what a rank brings (gradients, local steps, a drift), `rounds.py` is in
-which rounds that is averaged, and `pieces.py` is which tensors are stepped. `terms.py` is what peers compare when they
+interfaces hide the modes from them: `work.py` is what a rank brings (gradients, local steps, a drift), `rounds.py` says
+in which rounds that is averaged, and `pieces.py` which tensors are stepped. `terms.py` is what peers compare when they
 meet. Peers vote on the options of the parameter groups (`group_options.py`). `vitals.py` publishes this peer's health,
 and `faults.py` counts faults.
 
