@@ -7,15 +7,16 @@ What this room promises to its users:
 - `step` raises only errors that the caller can mend; it deals with errors of the network and logs them;
 - a peer that is late, or has fallen out of step, downloads the state and continues; a step that fails changes nothing.
 
-How to read it: `optimizer.py` is the public face, and `settings.py` checks its arguments. `epoch.py` goes from epoch to
-epoch: it accumulates (`accumulator.py`), reports samples (`progress.py`), joins the round that ends the epoch
-(`epoch_round.py`) and steps the state (`state.py`). The parameters of the state live in flat memory, possibly on the
-host (`host_copy.py`). Peers vote on the options of the parameter groups (`group_options.py`). `run.py` is this peer's
-part in the run, `vitals.py` publishes this peer's health, and `faults.py` counts faults. With `outer=DiLoCo(…)`
-(`diloco.py`), peers average how far their models have moved (`drift.py`) instead of gradients.
+How to read it: `optimizer.py` is the public face, `settings.py` checks its arguments, and `choice.py` makes its parts.
+`epoch.py` goes from epoch to epoch: it accumulates, ends the epoch with the others, steps the state (`state.py`), and
+continues from a state of others (`donors.py`). `pilot.py` asks the run (`run.py`) and decides, without tensors. Three
+interfaces hide the modes from them: `work.py` is what a rank brings (gradients, local steps, a drift), `rounds.py` says
+in which rounds that is averaged, and `pieces.py` which tensors are stepped. `terms.py` is what peers compare when they
+meet. Peers vote on the options of the parameter groups (`group_options.py`). `vitals.py` publishes this peer's health,
+and `faults.py` counts faults.
 
-A cluster is a peer of many ranks. Rank 0 leads its calls (`speaker.py`), and the other ranks follow (`follower.py`).
-Where ranks carry strands, each rank keeps, averages and downloads its own strands (`strand_*.py`).
+A cluster is a peer of many ranks, which all run this code. `ranks.py` is what they do together in each call. Rank 0
+decides for all, by `shoal.cluster.team`. Where ranks carry strands, each keeps, averages and downloads its own.
 
 `grad_averager.py`, `power_sgd_averager.py`, `state_averager.py` and `progress_tracker.py` are for users who train
 without an `Optimizer`. They share the accumulator, the state and the progress with it. `_torch.py` has the private

@@ -37,7 +37,7 @@ DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 class NotUsed(Exception):
     """The samples of this step do not count. If the closure has left no gradient, this ends the step of the wrapped
-    optimizer. It does not leave `Accumulation`."""
+    optimizer. It does not leave `Work.add`."""
 
 
 class Closure:

@@ -181,7 +181,7 @@ class Trainer:
             await self.epoch()
 
     async def train_on(self, others: list[Trainer], until_epoch: int) -> None:
-        """The same, through rounds that fail and states that are missed: as `Epoch` and `EpochRound` do it."""
+        """The same, through rounds that fail and states that are missed: as `Epoch` and `Pilot` do it."""
         swarm = self.peer.swarm
         while self.tip.epoch < until_epoch:
             try:

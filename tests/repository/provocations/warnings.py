@@ -96,8 +96,8 @@ def the_donor_gives_nothing(scene: Scene) -> None:
     async def never() -> Any:
         await asyncio.Event().wait()
 
-    assert first._run._donor is not None
-    first._run._donor._take_snapshot = never
+    (donor,) = first._donors._donors
+    donor._take_snapshot = never
     scene.optimizer(scene.another_dht(), load_state_timeout=1.0).step(batch_size=8)
 
 
