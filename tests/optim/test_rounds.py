@@ -437,10 +437,11 @@ def test_what_is_carried_from_epoch_to_epoch(kind: str, made: Made) -> None:
     carried = made.rounds.carried()
     made.rounds.load_carried({})
     made.rounds.load_carried(carried)
-    with pytest.raises(ValueError, match="this optimizer has none|of another averager"):
+    with pytest.raises(ValueError, match=r"this optimizer has none|of another averager"):
         made.rounds.load_carried({"unknown": 1})
     if kind == "of an averager":
-        assert made.averagers[0].loaded == carried == {"kept": 1}
-        assert made.rounds.averager is made.averagers[0]
+        averager: Any = made.rounds.averager
+        assert averager is made.averagers[0]
+        assert averager.loaded == carried == {"kept": 1}
     else:
         assert (carried, made.rounds.averager) == ({}, None)
