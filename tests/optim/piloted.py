@@ -1,4 +1,4 @@
-"""Stand-ins for what a `Pilot` asks: no swarm, no thread, no torch. Tests set what is so, and look at what was asked."""
+"""Stand-ins for what a `Pilot` asks: no swarm, no thread, no torch. Tests set what is so, and see what was asked."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Swarm:
 class Run:
     """Does at once what the reactor would do. `outcomes` are what `average` returns or raises, one after the other."""
 
-    def __init__(self, swarm: Swarm, rules: Rules) -> None:
-        self.swarm, self.rules, self.me, self.faults = swarm, rules, ME, Faults()
+    def __init__(self, swarm: Swarm, rules: Rules, me: bytes = ME) -> None:
+        self.swarm, self.rules, self.me, self.faults = swarm, rules, me, Faults()
         self.is_over = False
         self.outcomes: list[Outcome | Exception] = []
         self.contributions: list[Contribution] = []
@@ -197,6 +197,7 @@ def outcome_of(
     machines: Sequence[str] = ("cpu",) * 5,
     states: Sequence[bytes] = (b"",) * 5,
     first: int = 0,
+    me: bytes = ME,
     with_state: bool = False,
     options: bytes = b"lr of most",
     loss: Loss | None = None,
@@ -211,4 +212,4 @@ def outcome_of(
     )  # fmt: skip
     keys = tuple(member.key for member in members)
     commit = Commit(tip, begin.round, bytes(32), sum(weights), keys, members)
-    return Outcome(begin, commit, {}, ME not in keys, None, 0.5, seconds, 100, 200)
+    return Outcome(begin, commit, {}, me not in keys, None, 0.5, seconds, 100, 200)
