@@ -16,7 +16,7 @@ from shoal.optim import pilot as module
 from shoal.optim.hidden_state import FIRST_REST
 from shoal.optim.pilot import End, Ended, Follow, GoOn, Load, Recall, Settle, Standing, Wait
 from shoal.optim.reports import DownloadReport, EpochReport, ForkReport
-from shoal.optim.rounds import Cost
+from shoal.optim.result import Cost
 from shoal.p2p.identity import PeerID
 from shoal.swarm.loading import DoesNotFit
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
