@@ -40,6 +40,7 @@ from shoal.optim.work import Batch
 from shoal.swarm.protocol.contribution import Contribution, Outcome
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
+from tests.cluster.threads import at_ranks
 from tests.optim import piloted
 from tests.optim.piloted import KEYS, outcome_of
 
@@ -195,6 +196,7 @@ class Tracker(piloted.Tracker):
         self.ready_to_update_epoch = has_share and self._world.calls(self._run.run_id, tip, self._peer)
 
     def start_epoch(self, tip: Tip) -> None:
+        super().start_epoch(tip)
         self.ready_to_update_epoch = False
 
 
@@ -350,7 +352,7 @@ class Rank:
         return StrandRounds(work, [[strand]], list(range(self.size)))
 
     def _make_pilot(self, share: float, last: int) -> Pilot:
-        rules = Rules((4,), self.settings.matchmaking_time, HANGS_AFTER)
+        rules = Rules((4,), self.settings.matchmaking_time, HANGS_AFTER, min_group=self.settings.min_group)
         self.run = Run(self.world, self.peer, self.settings.run_id, rules, self.pace)
         self.run.vectors = self.rounds.vectors
         self.world.runs.append(self.run)
@@ -399,3 +401,24 @@ class Rank:
     def outcome(self) -> tuple[Any, ...]:
         """What must be equal with and without delays."""
         return self.epoch.applied, self.state.tip, self.epoch.digest, self.values
+
+
+def in_threads(*does: Callable[[], Any]) -> list[Any]:
+    """Do these things at once. Raises the first error."""
+    ended = at_ranks([None] * len(does), _Numbered(does))  # type: ignore[list-item]
+    for each in ended:
+        if isinstance(each, BaseException):
+            raise each
+    return ended
+
+
+class _Numbered:
+    """Gives each thread its own thing to do."""
+
+    def __init__(self, does: tuple[Callable[[], Any], ...]) -> None:
+        self._does, self._lock = list(does), threading.Lock()
+
+    def __call__(self, team: object) -> Any:
+        with self._lock:
+            do = self._does.pop(0)
+        return do()

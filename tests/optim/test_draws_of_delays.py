@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 import shoal
 from shoal.cluster.team import Team
 from shoal.cluster.ties import ClusterError
-from tests.cluster.threads import at_ranks, gang_of
-from tests.optim.in_memory import Rank, World
+from tests.cluster.threads import gang_of
+from tests.optim.in_memory import Rank, World, in_threads
 from tests.soaked import only_in_soak
 
 PEERS, EPOCHS = 2, 4
@@ -31,27 +30,6 @@ def threads_take_turns_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def in_threads(*does: Callable[[], Any]) -> list[Any]:
-    """Do these things at once. Raises the first error."""
-    ended = at_ranks([None] * len(does), _Numbered(does))  # type: ignore[list-item]
-    for each in ended:
-        if isinstance(each, BaseException):
-            raise each
-    return ended
-
-
-class _Numbered:
-    """Gives each thread its own thing to do."""
-
-    def __init__(self, does: tuple[Callable[[], Any], ...]) -> None:
-        self._does, self._lock = list(does), threading.Lock()
-
-    def __call__(self, team: object) -> Any:
-        with self._lock:
-            do = self._does.pop(0)
-        return do()
 
 
 def gradients(peer: int, step: int, *, of_model: bool = True) -> Callable[[Tensor], Tensor]:

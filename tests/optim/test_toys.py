@@ -240,7 +240,7 @@ def test_a_toy_work(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch, sign
 
 def test_a_toy_rounds(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, made = Shelf(2), list[OnAShelf]()
-    usual = of_users.make_rounds
+    usual = choice.make_rounds
 
     def make_rounds(optimizer: Any, settings: Any, state: Any, torchs: Any, shards: Any, dht: Any) -> Rounds:
         work = usual(optimizer, settings, state, torchs, shards, dht).work

@@ -62,9 +62,9 @@ def the_newcomer_has_something_else_there(scene: Scene) -> str:
 @provokes("… keeps something outside of its state_dict, or draws random numbers")
 def a_newcomer_differs_again(scene: Scene) -> None:
     optimizer = scene.optimizer()
-    hidden = optimizer._epoch._round.hidden
+    hidden = optimizer._epoch._pilot.hidden
     hidden.has_loaded(whole=True)
-    optimizer._epoch._round._tell_unlike()
+    optimizer._epoch._pilot._tell_unlike()
 
 
 @provokes("the optimizer does not hold what was loaded into it: … differs")
