@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.cluster.strands import Strands
 from shoal.flat import FlatBuffer
 from shoal.optim.host_copy import HostCopy
 from shoal.optim.placement import Placement
@@ -174,6 +174,15 @@ class OnHost(Pieces):
             )
 
 
+class Cut(Protocol):
+    """Pieces of parameters, and the way between them and the model. See `Strands`."""
+
+    is_ahead: bool
+
+    def gather_parameters(self) -> None: ...
+    def spread(self, more: Iterable[Tensor]) -> None: ...
+
+
 class StrandPieces(Pieces):
     """The pieces of parameters that belong to the strands of this rank, in memory of their own.
 
@@ -183,7 +192,7 @@ class StrandPieces(Pieces):
         placement: where the pieces are, or their copies.
     """
 
-    def __init__(self, strands: Strands, in_backward: Sequence[Tensor], placement: Placement) -> None:
+    def __init__(self, strands: Cut, in_backward: Sequence[Tensor], placement: Placement) -> None:
         self._strands, self.placement, self.model = strands, placement, in_backward
         self._is_current = False  # whether the pieces equal the model, or are newer
 

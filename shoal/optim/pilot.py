@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from blake3 import blake3
@@ -23,9 +23,8 @@ from shoal.optim.hidden_state import HiddenState
 from shoal.optim.machine import Machine
 from shoal.optim.progress import RunProgress
 from shoal.optim.reports import DownloadReport, EpochReport, Event, ForkReport
-from shoal.optim.rounds import Cost
+from shoal.optim.result import Cost
 from shoal.optim.run import Run
-from shoal.optim.settings import Settings
 from shoal.optim.turns import is_called_away, wait_for
 from shoal.p2p.identity import PeerID
 from shoal.swarm.loading import DoesNotFit
@@ -183,6 +182,17 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     is_alone: bool
 
 
+class Patience(Protocol):
+    """For whom and how long a peer waits. See `Settings`."""
+
+    @property
+    def matchmaking_time(self) -> float: ...
+    @property
+    def averaging_timeout(self) -> float: ...
+    @property
+    def min_peers(self) -> float: ...
+
+
 class Pilot:
     """All that asks the run, for one peer. It holds no tensors, and changes no state: it says what to do next.
 
@@ -190,7 +200,7 @@ class Pilot:
     the thread of an optimizer on loan, `may_close` and what the end of an epoch asks.
 
     Args:
-        settings: the settings of the optimizer.
+        settings: the settings of the optimizer, as far as they count here.
         run: this peer's part in the run.
         tracker: counts the samples of all peers.
         machine: names everything on which the bits of this peer's step depend.
@@ -208,7 +218,7 @@ class Pilot:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Patience,
         run: Run,
         tracker: RunProgress,
         machine: Machine,

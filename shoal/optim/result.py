@@ -1,4 +1,4 @@
-"""The result of the round that ends an epoch, before the step."""
+"""The result of the round that ends an epoch, before the step; and the cost of rounds before it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ class Result:
     with_state: bool = False
     norm: float | None = None
     factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of rounds before the round of the run: the bytes sent and received at this rank, and the seconds."""
+
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0

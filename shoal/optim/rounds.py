@@ -19,6 +19,7 @@ from shoal.averaging.options import term_of
 from shoal.interrupts import any_finished
 from shoal.optim.division import name_of
 from shoal.optim.grad_averager import AveragerSum, GradientAverager
+from shoal.optim.result import Cost
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.turns import waiting
 from shoal.optim.work import Work
@@ -26,15 +27,6 @@ from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of rounds before the round of the run: the bytes sent and received at this rank, and the seconds."""
-
-    sent: int = 0
-    received: int = 0
-    seconds: float = 0.0
 
 
 class Rounds(ABC):

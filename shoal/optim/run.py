@@ -22,7 +22,6 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
-from shoal.transfer.transfer import Downloaded
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -215,9 +214,7 @@ class Run:
         """The members that this peer reaches by relays only. Runs on the reactor."""
         return [member.peer for member in self.swarm.peer.view.members.values() if member.is_relayed]
 
-    def download(
-        self, donors: Sequence[PeerID], download: Callable[[], Coroutine[Any, Any, Downloaded]], *, to_join: bool
-    ) -> Downloaded:
+    def download(self, donors: Sequence[PeerID], download: Callable[[], Coroutine[Any, Any, T]], *, to_join: bool) -> T:
         """Wait for a download, see `Donors.download`.
 
         Args:
@@ -229,7 +226,7 @@ class Run:
             DoesNotFit: if it has given up.
         """
 
-        async def wait() -> Downloaded:
+        async def wait() -> T:
             loading = self.swarm.loading
             with self.swarm.watching(donor.key for donor in donors):
                 return await (download() if loading is None or not to_join else loading.unless_refused(download()))
