@@ -26,7 +26,7 @@ from benchmarks.report import Figure, describe, environment, figure_table, numbe
 from benchmarks.workers.steps import KINDS, Kind
 
 RESULTS = Path(__file__).resolve().parent / "results"
-TURNS = 10  # pairs of the same processes: of one code, one process needs up to 4 % more than another
+TURNS = 8  # pairs of the same processes: of one code, one process needs up to 4 % more than another
 TIMEOUT = 120.0  # seconds for a burst
 BOUND = "<= 1.02"
 SIDES = ("before", "now")
@@ -34,8 +34,9 @@ SENT = ("messages", "bytes", "collectives")
 
 NOTE = """\
 CPU time of user and system, of all threads of all ranks, for one step; *ratio* is the median of the ratios of two
-bursts in a row, one of each side, and beside it their quartiles. The processes are new ones every 10 pairs. Each rank
-is a process, its group gloo, all on one machine; the gradients are there already."""
+bursts in a row, one of each side, and beside it their quartiles. The processes are new ones every 8 pairs. Each rank is
+a process, its group gloo, all on one machine; both sides run on the same cores, a rank on one. The gradients are there
+already."""
 
 NOTE_OF_MESSAGES = """\
 Of all ranks together, for one step: messages and their bytes over the connections between ranks, and calls of torch's
