@@ -38,7 +38,7 @@ help:
 	@echo "make soak    train with real processes that are killed, 5 times (TIMES=5); cut off 2,000 peers (CUTS=2000);"
 	@echo "             then kill, stop and start trainers in three modes (CHAOS_MINUTES=10 each, CHAOS_SEED=1)"
 	@echo "make attacks each attack of one liar on four trainers, then all in turn (ATTACK_SECONDS=60 ALL_SECONDS=300)"
-	@echo "make lint    style, types and the arrows between rooms"
+	@echo "make lint    style, types, the arrows between rooms, and the table of counts in docs/architecture.md"
 	@echo "make docs    build the site of the documentation into site/; fails at a link that leads nowhere"
 	@echo "make albert  pretrain ALBERT with two peers and a monitor on this machine (ARGS=...)"
 	@echo "make diloco  train a small GPT synchronously and with outer optimizers; draws loss against tokens and bytes"
@@ -132,6 +132,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy $(TYPED)
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m benchmarks.walk --check
 
 # First the page of all messages, from the tables of the guides. Not with -q: mkdocs then takes warnings for no errors.
 docs: $(VENV)/.installed-docs

@@ -236,7 +236,7 @@ class Drift(Work):
     def accumulate(self, samples: float, closure: Closure | None = None) -> None:
         """Make a step of the inner optimizer with the parameters' `.grad`, the mean over so many samples, or with those
         that `closure` leaves, see `LossSteps`."""
-        self._pieces.spread()
+        self._pieces.spread_now()
         with self.of_wrapped():
             if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
                 pick_kernels(self.inner)
@@ -452,7 +452,7 @@ class Drift(Work):
 
     @torch.no_grad()
     def _follow_anchors(self) -> None:
-        self._pieces.were_changed()
+        self._pieces.spread()
         before, self._before, self._is_stale = self._before, None, True
         self._is_apart &= before is not None
         for number, (model, anchor) in enumerate(zip(self._model, self._anchors, strict=True)):
@@ -490,7 +490,7 @@ class Drift(Work):
         if not self.choice.is_in_background:
             self.samples, self.steps = 0.0, 0
         self._in_flight = 0.0, 0
-        self._pieces.were_changed()
+        self._pieces.spread()
 
     def abandon(self, *, used: bool) -> None:
         """See `Work`. If the average has this rank's drift, the others' state has it, too."""

@@ -70,10 +70,10 @@ class Pieces(ABC):
 
     @abstractmethod
     def spread(self) -> None:
-        """Set the model to the pieces, which a step has changed. A collective."""
+        """The pieces were changed: the model gets their values, now or at the end of the call."""
 
-    def were_changed(self) -> None:  # noqa: B027 (the pieces may be the model itself)
-        """The pieces are newer than the model now."""
+    def spread_now(self) -> None:  # noqa: B027 (only strands wait until the end of the call)
+        """If the pieces are newer than the model, set the model to them. A collective."""
 
     def model_was_changed(self) -> None:  # noqa: B027
         """Inner steps have changed the model."""
@@ -203,15 +203,14 @@ class StrandPieces(Pieces):
             self._strands.gather_parameters()
         self._is_current = True
 
-    @torch.no_grad()
     def spread(self) -> None:
+        """See `Pieces`."""
+        self._strands.is_ahead = self._is_current = True
+
+    def spread_now(self) -> None:
         """See `Pieces`."""
         if self._strands.is_ahead:
             self._strands.spread(())
-
-    def were_changed(self) -> None:
-        """See `Pieces`."""
-        self._strands.is_ahead = self._is_current = True
 
     def model_was_changed(self) -> None:
         """See `Pieces`."""
