@@ -61,7 +61,7 @@ class Call(ABC):
     def end(self) -> None:  # noqa: B027 (calls that nobody else takes part in)
         """End the call."""
 
-    def fail(self, error: Exception) -> None:  # noqa: B027
+    def fail(self, error: BaseException) -> None:  # noqa: B027
         """End the call by an error of this rank."""
 
 
@@ -173,7 +173,7 @@ class Led(Call):
             self._unsaid += framed(Answered(self._number, self.name))
             self.flush()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """See `Call`."""
         if self.has_failed:
             return
@@ -241,7 +241,7 @@ class Followed(Call):
         if self._own is not None:
             raise self._own
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """See `Call`."""
         if not self.has_failed:
             _tell(self._ties, framed(Brought(self._number, self.name, "", error=text_of(error))), error)

@@ -1,8 +1,4 @@
-"""The messages between the ranks of a cluster. In every call each rank sends one report, then rank 0 may send tasks,
-and finally rank 0 sends one verdict.
-
-A *call* is a method of the optimizer that all ranks call at the same time, such as a step.
-"""
+"""The messages between the ranks of a cluster. `shoal.cluster.team` says how they follow each other."""
 
 from __future__ import annotations
 
@@ -20,74 +16,6 @@ class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
 
     rank: Rank
     token: Annotated[bytes, msgspec.Meta(max_length=32)]
-
-
-class Report(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """A rank has reached a call.
-
-    Attributes:
-        call: the name of the call.
-        samples: the number of samples that the rank brings to a step.
-        gradients: which of its sharded parameters have a gradient, as the bits of a number.
-        digest: the digest of the other gradients if rank 0 compares them, else b"".
-        error: why the call fails at that rank; "" if it does not.
-        loss: the loss of these samples: its value, and the number of its kind; None if there is none.
-    """
-
-    call: Text
-    samples: Annotated[int, msgspec.Meta(ge=0)] = 0
-    gradients: bytes = b""
-    digest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    error: Text = ""
-    loss: tuple[float, int] | None = None
-
-
-class Go(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """All ranks have reached the call: now all run its collectives."""
-
-
-class Do(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """A task for all ranks: rank 0 asks them, within a call, to do something with their shares of the state.
-
-    Attributes:
-        what: the name of the task.
-        given: its arguments, as msgpack.
-        is_quiet: whether there is no answer. Then errors are in the next report.
-    """
-
-    what: Text
-    given: bytes
-    is_quiet: bool = False
-
-
-class Done(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """The answer to `Do`.
-
-    Attributes:
-        answer: the result, as msgpack.
-        error: the error that the task has raised; "" if none.
-    """
-
-    answer: bytes
-    error: Text = ""
-
-
-class Verdict(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """The result of a call at rank 0, which ends the call.
-
-    Attributes:
-        epoch: the epoch of the parameters that all ranks have after the call.
-        changed: whether rank 0 sends the parameters now.
-        options: for each parameter group, the numbers that a scheduler or a vote may have changed.
-        error: the error that rank 0 has raised; "" if none.
-        value: what the call returns at all ranks.
-    """
-
-    epoch: int
-    changed: bool
-    options: list[dict[Text, float]] = []
-    error: Text = ""
-    value: bool = False
 
 
 class Lost(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -159,4 +87,4 @@ class WaitOver(msgspec.Struct, tag=11, array_like=True, frozen=True):
     wait: Number
 
 
-Message = Hello | Report | Verdict | Lost | Bye | Go | Do | Done | Brought | Answered | Awaited | WaitOver
+Message = Hello | Lost | Bye | Brought | Answered | Awaited | WaitOver

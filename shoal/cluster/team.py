@@ -134,6 +134,11 @@ class Team(ABC):
 
     @property
     @abstractmethod
+    def has_left(self) -> bool:
+        """Whether this rank has left."""
+
+    @property
+    @abstractmethod
     def left_in_order(self) -> bool:
         """Whether this rank has left, and the reason was neither an error nor a loss."""
 
@@ -208,11 +213,11 @@ class Alone(Team):
         return True
 
     @property
-    def left_in_order(self) -> bool:
+    def has_left(self) -> bool:
         """See `Team`."""
         return self._has_left
 
-    has_finished = left_in_order
+    left_in_order = has_finished = has_left
 
 
 class Gang(Team):
@@ -241,8 +246,8 @@ class Gang(Team):
         except Exception as error:
             call.fail(error)
             raise
-        except BaseException as error:  # Ctrl-C: the next call would hear messages of this one
-            self.leave(error)
+        except BaseException as error:  # Ctrl-C: elsewhere the next call would hear messages of this one
+            self.leave(error) if self.rank else call.fail(error)
             raise
         finally:
             self._call, self._ties.in_call = outer, outer is not None
@@ -307,6 +312,11 @@ class Gang(Team):
     def is_whole(self) -> bool:
         """See `Team`."""
         return self._ties.is_whole
+
+    @property
+    def has_left(self) -> bool:
+        """See `Team`."""
+        return self._ties.has_left
 
     @property
     def left_in_order(self) -> bool:

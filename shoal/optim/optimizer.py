@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from msgspec.structs import replace
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.shards import shards_of
@@ -67,10 +68,11 @@ from shoal.optim.work import Batch
 from shoal.p2p.identity import PeerID
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.tip import Tip
 
 log = logging.getLogger(__name__)
 
-AT_RANK_0 = ("tracker", "local_progress", "optimizer", "outer_optimizer", "scheduler")
+AT_RANK_0 = ("tracker", "local_progress", "optimizer", "opt", "grad_averager", "outer_optimizer", "scheduler")
 
 
 T = TypeVar("T")
@@ -312,7 +314,8 @@ class Optimizer(ShowsGroups):
                 admit_to(lambda: dht.node, run_id, membership)
             extras = list(extra_tensors)
             check_writable(extras, "extra tensor")
-        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
+        self.dht = cast(DHT, dht)  # None where rank 0 has the run for all
+        self.run_id, self.client_mode, self.auxiliary = run_id, client_mode, auxiliary
         self.target_batch_size, self.batch_size_per_step = settings.target_batch_size, settings.batch_size_per_step
         self.use_local_updates, self.reuse_grad_buffers = use_local_updates, reuse_grad_buffers
         self.on_event: Callable[[Event], None] | None = None
@@ -367,7 +370,6 @@ class Optimizer(ShowsGroups):
             return
         self.optimizer, self.scheduler = wrapped, made.users.scheduler
         self.outer_optimizer = None if settings.outer is None else made.stepped.optimizer
-        assert self.dht is not None
         self._state = state = make_state(made, extras, settings, shards, self.dht)
         placement = state.of_model.placement
         placement.shown = shown
@@ -403,7 +405,6 @@ class Optimizer(ShowsGroups):
 
     def _make_pilot(self, refresh: Refresh, background: Background) -> Pilot:
         settings, state, rounds = self._settings, self._state, self._rounds
-        assert self.dht is not None
         self._run = run = make_run(settings, self.dht, state, rounds)
         self.tracker = RunProgress(
             run,
@@ -464,7 +465,12 @@ class Optimizer(ShowsGroups):
     def local_epoch(self) -> int:
         """The number of epochs that the model's parameters have behind them. While the background computes the end of
         an epoch, the optimizer's own copy of the parameters may be one epoch ahead."""
-        return self._epoch.applied.epoch if self._ranks.have_state else self._ranks.epoch
+        return self._applied.epoch
+
+    @property
+    def _applied(self) -> Tip:
+        """The tip of the model's parameters."""
+        return self._epoch.applied if self._ranks.have_state else self._ranks.tip
 
     @property
     def local_progress(self) -> LocalProgress:
@@ -480,7 +486,7 @@ class Optimizer(ShowsGroups):
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
         lost."""
         is_reached = self.dht is None or self.dht.is_alive()
-        return not self._closed and is_reached and self._team.is_whole
+        return not self._closed and is_reached and self._team.is_whole and not self._team.has_left
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Report the loss of a batch, which `shoal top`, `shoal monitor` and `metrics_port` show. Every 10 s this peer
@@ -679,13 +685,15 @@ class Optimizer(ShowsGroups):
                 return self._epoch.load_state(SECONDS.check("timeout", timeout))
 
         with self._in_trainer("load_state_from_peers"):
+            if self._closed:
+                raise AveragingError("the run was left")
             return self._together("load_state_from_peers", load)
 
     @property
     def tip(self) -> str:
         """The name of the state that the model's parameters are, as `<epoch>:<samples behind it>:<lineage, 64 hex
         digits>`. Peers with the same tip have the same state. `shoal keys pin` takes a tip."""
-        return str(self._epoch.applied)
+        return str(self._applied)
 
     def load_kept_state(self, path: str | os.PathLike[str] | None = None) -> None:
         """Continue from a state that a peer left when the run forked, and kept in `kept_state_dir` or in memory. If
@@ -764,9 +772,12 @@ class Optimizer(ShowsGroups):
             self._epoch.load_state_dict(state_dict, self._checkpoint, self)
 
         with self._in_trainer("load_state_dict"):
-            self._ranks.forget(state_dict)
-            shards = self._ranks.shards
+            ranks, shards = self._ranks, self._ranks.shards
+            ranks.forget()
             self._together("load_state_dict", load, None if shards.are_pieces else shards.gather_parameters)
+            if self._closed and not ranks.have_state:  # nobody tells it the epoch any more
+                epoch = state_dict.get("state", {}).get("local_epoch", ranks.tip.epoch)
+                ranks.tip = replace(ranks.tip, epoch=epoch)
 
     def strand_state(self) -> StrandState:
         """The state for `torch.distributed.checkpoint`. Each rank of a cluster saves and loads its own strands.
@@ -960,7 +971,9 @@ class Optimizer(ShowsGroups):
             log.warning("leaving the run took longer than %g s", timeout)
 
     def __repr__(self) -> str:
-        return f"shoal.Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, optimizer={self.optimizer!r})"
+        rank = "" if self._cluster is None else f"{self._team.names[self._team.rank]}, "
+        wrapped = f", optimizer={self.optimizer!r}" if self._ranks.have_state else ""
+        return f"shoal.Optimizer({rank}run_id={self.run_id!r}, epoch={self.local_epoch}{wrapped})"
 
 
 class _InTrainer:

@@ -75,14 +75,14 @@ class Ranks:
     Attributes:
         team, shards: as given.
         have_state: whether this rank has a part of the state.
-        epoch: that of the model's parameters, as rank 0 has told it last.
+        tip: the tip of the model's parameters, as rank 0 has told it last.
     """
 
     def __init__(self, team: Team, shards: Shards, extras: Sequence[Tensor]) -> None:
         self.team, self.shards, self._extras = team, shards, extras
         self.have_state = shards.are_everywhere or team.rank == 0
-        self.epoch = 0
-        self._tip: Tip | None = None  # of the parameters that the other ranks have
+        self.tip = Tip(0, bytes(32), 0.0)
+        self._are_told = False  # whether the other ranks have the parameters of that tip
         self._is_compared = False
 
     def act(self, act: Callable[[], T]) -> T:
@@ -131,12 +131,9 @@ class Ranks:
             with self.team.collectives():
                 gather()
 
-    def forget(self, state_dict: Mapping[str, Any]) -> None:
-        """A state dict is about to be loaded. The model's parameters were set in another way: the other ranks get them
-        with the end of the next call."""
-        self._tip = None
-        if not self.have_state:  # after all have left, nobody tells it
-            self.epoch = state_dict["state"].get("local_epoch", self.epoch)
+    def forget(self) -> None:
+        """The model's parameters were set in another way: the other ranks get them with the end of the next call."""
+        self._are_told = False
 
     @property
     def of_state(self) -> Team:
@@ -166,9 +163,9 @@ class Ranks:
         if told.is_changed:
             with self.team.collectives():
                 self.shards.spread(self._extras)
-        self._tip, self.epoch = told.tip, told.tip.epoch
+        self.tip, self._are_told = told.tip, True
         return told.value
 
     def _told(self, tip: Tip, groups: Sequence[Mapping[str, Any]], moves: bool, value: bool) -> Told:
         options = [{name: value for name, value in group.items() if type(value) is float} for group in groups]
-        return Told(tip, moves or tip != self._tip or self.shards.is_ahead, options, value)
+        return Told(tip, moves or not self._are_told or tip != self.tip or self.shards.is_ahead, options, value)

@@ -115,8 +115,7 @@ def test_load_state_timeout(dht: shoal.DHT) -> None:
         async def never() -> Any:
             await asyncio.Event().wait()
 
-        assert first._run._donor is not None
-        first._run._donor._take_snapshot = never
+        first._donors._donors[0]._take_snapshot = never
         began = time.monotonic()
         with pytest.raises(shoal.AveragingError, match="no part of a state has arrived for 1 s"):
             second.load_state_from_peers()
