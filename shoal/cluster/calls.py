@@ -247,7 +247,7 @@ class Followed(Call):
             _tell(self._ties, framed(Brought(self._number, self.name, "", error=text_of(error))), error)
 
 
-def _tell(ties: Ties, said: bytes, error: Exception) -> None:
+def _tell(ties: Ties, said: bytes, error: BaseException) -> None:
     """Tell other ranks of an error. If a rank is lost, that is why there was an error: raise ClusterError from it."""
     try:
         ties.send(said)

@@ -387,10 +387,12 @@ def test_a_step_is_one_message_up_and_one_down(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Ties, "send", counting)
 
+    both, then = Question("both", int, int, may_wait=True), Question("then", NoneType, Turn, may_wait=True)
+
     def step(team: Team) -> str:
         with team.call("step"):
-            team.decided(SUM, sum, team.rank)
-            return team.decided(NEXT, lambda _: Turn("go on", [])).what
+            team.decided(both, sum, team.rank)
+            return team.decided(then, lambda _: Turn("go on", [])).what
 
     with gang_of(4) as teams:
         assert at_ranks(teams, step) == ["go on"] * 4
