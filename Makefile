@@ -107,7 +107,7 @@ TREE_INPUTS := 1000000
 CHAOS_MINUTES := 10
 CHAOS_SEED := 1
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
-	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed diloco failures held_python interrupts restarted_node target \
+	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed diloco draws_of_delays failures held_python interrupts restarted_node target \
 	written_in_any_order)) tests/p2p/test_lost_process.py tests/integrations/test_ranks.py \
 	tests/integrations/test_last_round.py tests/monitor/test_web.py tests/cluster/test_team_delays.py
 soak: $(VENV)/.installed-dev

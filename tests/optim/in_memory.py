@@ -404,21 +404,9 @@ class Rank:
 
 
 def in_threads(*does: Callable[[], Any]) -> list[Any]:
-    """Do these things at once. Raises the first error."""
-    ended = at_ranks([None] * len(does), _Numbered(does))  # type: ignore[list-item]
+    """Do these things at once. Returns what each has returned, or raises the first error."""
+    ended = at_ranks(does, lambda do: do())  # type: ignore[arg-type]
     for each in ended:
         if isinstance(each, BaseException):
             raise each
     return ended
-
-
-class _Numbered:
-    """Gives each thread its own thing to do."""
-
-    def __init__(self, does: tuple[Callable[[], Any], ...]) -> None:
-        self._does, self._lock = list(does), threading.Lock()
-
-    def __call__(self, team: object) -> Any:
-        with self._lock:
-            do = self._does.pop(0)
-        return do()

@@ -185,7 +185,9 @@ def check(case: str, seed: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 1000), marks=only_in_soak)], ids=["10 draws", "1000 draws"]
+    "seeds",
+    [range(10), *(pytest.param(range(first, first + 100), marks=only_in_soak) for first in range(10, 1000, 100))],
+    ids=str,
 )
 def test_all_end_as_without_delays(case: str, seeds: range) -> None:
     for seed in seeds:

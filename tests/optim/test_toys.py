@@ -24,7 +24,7 @@ from shoal.optim.pieces import Own
 from shoal.optim.result import Result
 from shoal.optim.rounds import InTheRun, Rounds
 from shoal.optim.work import Batch, Stepper, Work
-from tests.cluster.threads import at_ranks
+from tests.optim.in_memory import in_threads
 
 EPOCHS, RATE = 3, 0.25
 HANGS_AFTER = 60.0  # seconds
@@ -185,12 +185,8 @@ def train(made: list[shoal.Optimizer], gradient: Callable[[int, int], None]) -> 
     Args:
         gradient: sets the gradients of a batch, given the numbers of the peer and the step.
     """
-    numbers = iter(range(len(made)))
-    lock = threading.Lock()
 
-    def run(_: object) -> None:
-        with lock:
-            peer = next(numbers)
+    def run(peer: int) -> None:
         for epoch in range(EPOCHS):
             for step in (2 * epoch, 2 * epoch + 1):
                 gradient(peer, step)
@@ -199,7 +195,7 @@ def train(made: list[shoal.Optimizer], gradient: Callable[[int, int], None]) -> 
                 made[peer].step(batch_size=0)
 
     try:
-        assert at_ranks([None] * len(made), run) == [None] * len(made)  # type: ignore[list-item]
+        in_threads(*[functools.partial(run, peer) for peer in range(len(made))])
         assert made[0].tip == made[1].tip
     finally:
         for each in made:
