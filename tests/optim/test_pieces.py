@@ -69,7 +69,6 @@ class Made:
         """A step: all that is stepped grows by one. Returns the new values."""
         for each in self.of_step:
             each.add_(1.0)
-        self.pieces.were_changed()
         return self.stepped
 
     def in_memory(self) -> bool:
@@ -143,11 +142,11 @@ def made(kind: str) -> Made:
 
 
 def spread(made: Made) -> None:
-    """From copies of strands, the way has two parts, see `Drift`."""
+    """From copies of strands, the way has two parts, see `Drift`; and strands wait until the end of the call."""
     made.pieces.spread()
-    if made.of is not None:
-        made.of.were_changed()
-        made.of.spread()
+    of = made.pieces if made.of is None else made.of
+    of.spread()
+    of.spread_now()
 
 
 @torch.no_grad()
@@ -224,11 +223,12 @@ def test_what_was_stepped_is_newer_until_it_was_spread() -> None:
     made = strands()
     made.take()
     stepped = made.step()
+    made.pieces.spread()
     made.take()
     assert torch.equal(made.stepped, stepped)
-    spread(made)
+    made.pieces.spread_now()
     written = write(made, 7.0)
-    spread(made)  # nothing is newer than the model
+    made.pieces.spread_now()  # nothing is newer than the model
     assert torch.equal(made.model, written)
     made.take()
     assert torch.equal(made.stepped, written)
