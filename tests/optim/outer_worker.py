@@ -92,7 +92,9 @@ class Trainer:
         def remembered(samples: float) -> Any:
             averaged = average(samples)
             if averaged is not None and not averaged.is_alone:
-                begin = self.optimizer._epoch._pilot.averaged.outcome.begin
+                outcome = self.optimizer._epoch._pilot.averaged.outcome
+                assert outcome is not None
+                begin = outcome.begin
                 self.weights = {str(m.peer): w for m, w in zip(begin.members, begin.weights, strict=True)}
             return averaged
 

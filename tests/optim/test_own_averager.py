@@ -65,6 +65,12 @@ def own_gradients(optimizer: shoal.Optimizer) -> AveragerRounds:
     return optimizer._rounds
 
 
+def averager_of(optimizer: shoal.Optimizer) -> shoal.GradientAverager:
+    averager = optimizer.grad_averager
+    assert isinstance(averager, shoal.GradientAverager)
+    return averager
+
+
 def plain(epochs: int) -> torch.Tensor:
     model = make_model()
     local = OPTIMIZERS["sgd"](model.parameters())
@@ -98,12 +104,12 @@ def test_who_has_another_average_downloads_the_state(places: list[shoal.DHT]) ->
     gradients = own_gradients(pair[1][1])
     average = gradients.average
 
-    def lose_the_average(timeout: float, over: Any) -> bytes:
-        average(timeout, over)
-        with gradients.averager.get_tensors() as tensors:
+    def lose_the_average(timeout: float, ended: Any) -> bytes:
+        average(timeout, ended)
+        with averager_of(pair[1][1]).get_tensors() as tensors:
             torch._foreach_mul_(list(tensors), 2.0)
         gradients._control = None
-        return average(timeout, over)
+        return average(timeout, ended)
 
     gradients.average = lose_the_average  # type: ignore[method-assign]
     epoch_of(pair, 1)
@@ -123,7 +129,7 @@ def test_an_average_that_was_had_is_kept(places: list[shoal.DHT]) -> None:
     pair = [make(place, matchmaking_time=2.0, averaging_timeout=5.0, min_peers=2) for place in places[:2]]
     rounds = [0, 0]
     for number, (_, optimizer) in enumerate(pair):
-        averager = own_gradients(optimizer).averager
+        averager = averager_of(optimizer)
 
         def step(*args: Any, number: int = number, held: Any = averager.step, **kwargs: Any) -> Any:
             rounds[number] += 1
@@ -155,7 +161,7 @@ def test_nothing_is_averaged_before_enough_peers_are_there(places: list[shoal.DH
     for _ in range(2):
         backward(model, *fixed_batch(0))
         optimizer.step(batch_size=64)
-    assert own_gradients(optimizer).averager.last_round is None
+    assert averager_of(optimizer).last_round is None
     assert own_gradients(optimizer)._control is None
     assert optimizer.tracker.local_progress.samples_accumulated == 128
     optimizer.shutdown()
