@@ -67,7 +67,7 @@ def alone() -> Iterator[Callable[..., Rank]]:
         def make(**given: Any) -> Rank:
             world = World(1, None)
             stack.callback(world.close)
-            rank = Rank(world, 0, share=SHARE, **given)
+            rank = Rank(world, 0, **{"share": SHARE, **given})
             stack.callback(rank.close)
             rank.begin()
             return rank
@@ -265,6 +265,24 @@ def test_each_fragment_has_its_turn(alone: Alone) -> None:
         assert rank.epoch.applied.epoch == epoch + 1
     anchors = [[float(each) for each in own.detach().flatten()] for own in rank.state.stepped]
     assert all(now != before for now, before in zip(anchors, start, strict=True))
+
+
+@pytest.mark.parametrize("overlap", ["free", 1])
+@pytest.mark.parametrize("error", [AveragingError("no average"), Behind("the run has gone on")])
+def test_samples_of_a_failed_round_count_in_the_next(alone: Alone, overlap: Any, error: Exception) -> None:
+    outer = shoal.DiLoCo(inner_steps=4, overlap=overlap, mix="keep")
+    rank = alone(outer=outer, target_batch_size=None, share=4.0)
+    rank.run.outcomes, rank.run.is_over = [error], True
+    number = 0
+    while rank.epoch.applied.epoch < 3 and number < 40:
+        rank.step(ones, 16.0)
+        rank.epoch.wait()
+        number += 1
+    rank.end()
+    assert rank.epoch.applied.epoch >= 3
+    failed, *brought = [each.weight for each in rank.run.contributions]
+    assert failed
+    assert sum(brought) + rank.rounds.work.samples == number * 16.0
 
 
 def test_after_a_shutdown(alone: Alone) -> None:
