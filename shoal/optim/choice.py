@@ -34,7 +34,7 @@ from shoal.optim.settings import (
     make_trained,
 )
 from shoal.optim.shown_copies import shown_of, shown_of_pieces
-from shoal.optim.state import State
+from shoal.optim.state import State, parameters_of
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.work import Work
 
@@ -76,19 +76,17 @@ def make_torch(
 
 def make_state(made: Made, extra_tensors: list[Tensor], settings: Settings, shards: Shards, dht: DHT) -> State:
     """Make the state of this rank."""
-    optimizer, scheduler, host = made.stepped
     keeper = Keeper(settings.kept_state_dir, dht.peer_id.key)
     if not isinstance(shards, Strands):
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        division = Undivided(own)
-        return State(optimizer, scheduler, extra_tensors, settings, host, division, Own, keeper, made.users)
+        division = Undivided(parameters_of(made.stepped.optimizer))
+        return State(made.stepped, made.users, extra_tensors, settings, division, Own, keeper)
     check_steps_pieces(made.stepped, shards)
     in_backward = shards.pieces if settings.outer is None else shards.model
 
     def pieces(model: object, frozen: object, placement: Any) -> StrandPieces:
         return StrandPieces(shards, in_backward, placement)
 
-    return State(optimizer, scheduler, extra_tensors, settings, host, shards, pieces, keeper, made.users)
+    return State(made.stepped, made.users, extra_tensors, settings, shards, pieces, keeper)
 
 
 def shown_by(made: Made, shards: Shards, settings: Settings, wait: Any) -> Shown:

@@ -45,7 +45,7 @@ from shoal.optim.contents import (
 from shoal.optim.division import Division, Undivided, name_of
 from shoal.optim.eval_mode import EvalMode, Mode
 from shoal.optim.group_options import GroupOptions, check_options
-from shoal.optim.host_copy import HostCopy, names_in
+from shoal.optim.host_copy import names_in
 from shoal.optim.kept import Keeper, Kept
 from shoal.optim.loads import hash_of
 from shoal.optim.loss_steps import LossSteps, of_averages
@@ -563,14 +563,15 @@ class State(TrainingState):
     One thread at a time changes it. Other threads may take snapshots meanwhile.
 
     Args:
-        optimizer, scheduler, extra_tensors: see `TrainingState`. Floating-point extra tensors are averaged, too.
-        settings: the settings of the `Optimizer`.
-        host: the copy of the parameters on the host that the optimizer steps, if it does not step the model itself.
-        keeper: keeps the state that this peer leaves.
+        stepped: the optimizer and the scheduler that are stepped once per epoch; and the copy of the parameters on the
+            host that this optimizer steps, if it does not step the model itself.
         users: the optimizer and the scheduler that the user has given: with an outer optimizer, the inner ones.
+        extra_tensors: see `TrainingState`. Floating-point ones are averaged, too.
+        settings: the settings of the `Optimizer`.
         division: how the state is divided into parts.
         pieces: makes the way between the optimizer's parameters (or what they are copies of) and the model, given
             these, the frozen parameters, and their placement.
+        keeper: keeps the state that this peer leaves.
 
     Attributes:
         tip: the name of the state.
@@ -595,16 +596,15 @@ class State(TrainingState):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
+        stepped: Stepped,
+        users: Stepped,
         extra_tensors: Sequence[Tensor],
         settings: Settings,
-        host: HostCopy | None,
         division: Division,
         pieces: MakePieces,
         keeper: Keeper,
-        users: Stepped,
     ) -> None:
+        optimizer, scheduler, host = stepped
         self._settings, self.wrapped, self.users_scheduler = settings, users.optimizer, users.scheduler
         self.keeper = keeper
         self.grad_norm: float | None = None

@@ -327,7 +327,7 @@ class Rank:
         if is_cluster:
             keeper = Keeper(None, dht.peer_id.key)
             division = Parted(self.model, rank, self.size)
-            self.state = State(made.stepped.optimizer, None, [], settings, None, division, Own, keeper, made.users)
+            self.state = State(made.stepped, made.users, [], settings, division, Own, keeper)
             self.rounds = self._of_strands(rank)
         else:
             self.state = make_state(made, [], settings, shards, dht)

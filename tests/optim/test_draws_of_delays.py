@@ -164,9 +164,14 @@ def test_without_delays_all_peers_end_alike(case: str) -> None:
     assert all(each == by_peer[0] for each in by_peer)
 
 
-def test_it_is_the_step_of_the_mean_of_all_samples() -> None:
+@pytest.mark.parametrize(("case", "size"), [("one process", 1), ("cluster of 2", 2), ("cluster of 3", 3)])
+def test_it_is_the_step_of_the_mean_of_all_samples(case: str, size: int) -> None:
     """As torch makes it in one process."""
-    model = [torch.nn.Parameter(torch.full((3,), 1.0)), torch.nn.Parameter(torch.full((2, 2), 0.5))]
+    model = [
+        torch.nn.Parameter(values)
+        for rank in range(size)
+        for values in (torch.full((3,), 1.0 + rank), torch.full((2, 2), 0.5))
+    ]
     optimizer = torch.optim.SGD(model, lr=0.125, momentum=0.5)
     for epoch in range(EPOCHS):
         batches = [(peer, step, 4.0 + peer) for peer in range(PEERS) for step in (2 * epoch, 2 * epoch + 1)]
@@ -175,7 +180,8 @@ def test_it_is_the_step_of_the_mean_of_all_samples() -> None:
             parameter.grad = torch.stack(all_of).sum(0) / 18.0
         torch.nn.utils.clip_grad_norm_(model, 1.0)
         optimizer.step()
-    for mine, theirs in zip(without_delays("one process")[0][-1], model, strict=True):
+    found = [values for outcome in without_delays(case)[:size] for values in outcome[-1]]
+    for mine, theirs in zip(found, model, strict=True):
         torch.testing.assert_close(torch.tensor(mine), theirs.detach().flatten())
 
 

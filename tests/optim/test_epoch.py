@@ -9,15 +9,18 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import shoal
 from shoal.health.record import FaultKind
+from shoal.membership.pin import Pin
 from shoal.optim.epoch import EpochState
-from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.errors import AveragingError, Behind, Unusable
 from tests.cluster.threads import gang_of
 from tests.optim.in_memory import HANGS_AFTER, Rank, World, in_threads
 
@@ -64,7 +67,7 @@ def alone() -> Iterator[Callable[..., Rank]]:
         def make(**given: Any) -> Rank:
             world = World(1, None)
             stack.callback(world.close)
-            rank = Rank(world, 0, share=SHARE, **given)
+            rank = Rank(world, 0, **{"share": SHARE, **given})
             stack.callback(rank.close)
             rank.begin()
             return rank
@@ -253,6 +256,35 @@ def test_too_few_peers_bring_nothing(alone: Alone) -> None:
     assert rank.epoch.applied.epoch == 1
 
 
+def test_each_fragment_has_its_turn(alone: Alone) -> None:
+    rank = alone(outer=shoal.DiLoCo(fragments=2))
+    start = rank.values
+    rank.run.outcomes = [Unusable("nobody answers")] * 2
+    for epoch in range(2):
+        rank.step(ones, SHARE)
+        assert rank.epoch.applied.epoch == epoch + 1
+    anchors = [[float(each) for each in own.detach().flatten()] for own in rank.state.stepped]
+    assert all(now != before for now, before in zip(anchors, start, strict=True))
+
+
+@pytest.mark.parametrize("overlap", ["free", 1])
+@pytest.mark.parametrize("error", [AveragingError("no average"), Behind("the run has gone on")])
+def test_samples_of_a_failed_round_count_in_the_next(alone: Alone, overlap: Any, error: Exception) -> None:
+    outer = shoal.DiLoCo(inner_steps=4, overlap=overlap, mix="keep")
+    rank = alone(outer=outer, target_batch_size=None, share=4.0)
+    rank.run.outcomes, rank.run.is_over = [error], True
+    number = 0
+    while rank.epoch.applied.epoch < 3 and number < 40:
+        rank.step(ones, 16.0)
+        rank.epoch.wait()
+        number += 1
+    rank.end()
+    assert rank.epoch.applied.epoch >= 3
+    failed, *brought = [each.weight for each in rank.run.contributions]
+    assert failed
+    assert sum(brought) + rank.rounds.work.samples == number * 16.0
+
+
 def test_after_a_shutdown(alone: Alone) -> None:
     rank = alone(delay_optimizer_step=True)
     step = step_of(rank)
@@ -297,6 +329,21 @@ def test_what_is_not_finite_at_one_rank_is_brought_by_none(caplog: pytest.LogCap
         assert [each.run.contributions[0].weight for each in (ranks[0], ranks[2])] == [SHARE, 0.0]
         assert ranks[2].run.faults.so_far()[0] == {FaultKind.NOT_FINITE: 1}
         assert caplog.text.count("this peer's gradients are not finite") == 1
+
+
+def test_a_pin_is_followed_by_all_ranks() -> None:
+    with two_clusters() as ranks:
+        at_all(ranks, [1.0] * 4)
+        cluster, tip = ranks[:2], ranks[0].state.tip
+        pin = Pin("in memory", 3, tip.epoch, tip.samples, tip.lineage, False)
+        cluster[0].run.swarm.gate = SimpleNamespace(pin=pin)
+        in_threads(*[functools.partial(rank.step, ones, 1.0) for rank in cluster])
+        assert [rank.state.tip.pin for rank in cluster] == [rank.epoch.applied.pin for rank in cluster] == [3, 3]
+        assert cluster[0].run.swarm.tip.pin == 3
+        assert [rank.rounds.work.samples for rank in cluster] == [1.0, 1.0]
+        cluster[0].run.swarm.rests_for = 5.0
+        in_threads(*[functools.partial(rank.step, ones, 1.0) for rank in cluster])
+        assert [rank.rounds.work.samples for rank in cluster] == [1.0, 1.0], "they all wait"
 
 
 def test_the_norm_is_that_of_all_strands() -> None:

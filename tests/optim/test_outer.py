@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from shoal.optim.exact_norm import norm_of
 from shoal.optim.kept import Kept
 from shoal.optim.pilot import Averaged, Ended
 from shoal.p2p.identity import PeerID
-from shoal.swarm.protocol.errors import AveragingError, Behind
+from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.models import fixed_batch, flat, make_model
 from tests.peers import ROOT
 
@@ -295,7 +294,7 @@ def download(optimizer: shoal.Optimizer, found: Kept) -> bool:
     """`load_state_from_peers`, which finds that state."""
     run = optimizer._run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "donors", lambda: [optimizer.dht.peer_id])
+        patch.setattr(run, "donors", lambda: [run.dht.peer_id])
         patch.setattr(run, "download", lambda *_, **__: found.as_downloaded(0))
         return optimizer.load_state_from_peers()
 
@@ -410,38 +409,6 @@ def test_a_part_that_may_be_in_a_round_takes_only_its_fragment_along(
     for number, (was, now) in enumerate(zip(before.split(sizes), after.split(sizes), strict=True)):
         expected = torch.zeros_like(was) if number in drift.fragments[0] else was
         torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("overlap", ["free", 1])
-@pytest.mark.parametrize("error", [None, Behind("the run has gone on")])
-def test_samples_of_a_failed_round_count_in_the_next(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, overlap: Any, error: Exception | None
-) -> None:
-    model = make_model()
-    optimizer = make(alone, model, outer=shoal.DiLoCo(inner_steps=4, overlap=overlap, mix="keep"))
-    average, brought, fails = optimizer._epoch._average, [], [True]
-
-    def averaged(samples: float) -> Any:
-        if fails:
-            fails.pop()
-            if error is not None:
-                raise error
-            return None
-        result = average(samples)
-        brought.append(samples)
-        return result
-
-    monkeypatch.setattr(optimizer._epoch, "_average", averaged)
-    number = 0
-    while optimizer.local_epoch < 3 and number < 40:
-        step(model, optimizer, number)
-        ending = optimizer._epoch._ending
-        if ending is not None:
-            wait([ending.result])
-        number += 1
-    drift = optimizer._rounds.work
-    assert isinstance(drift, Drift)
-    assert sum(brought) + drift.samples + (0 if optimizer._epoch.is_busy else drift._in_flight[0]) == number * 16
 
 
 # -- states of others

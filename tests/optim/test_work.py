@@ -415,6 +415,7 @@ def test_what_was_in_no_round_is_taken_back(made: Made) -> None:
     made.batch(2.0, 5.0)
     made.work.take_back()
     assert made.work.samples == (13.0 if is_drift(made) else 5.0)
+    assert made.work.progress == (3.0 if made.work.steps_per_epoch else made.work.samples)
 
 
 # -- out of a round
