@@ -33,7 +33,7 @@ from shoal.optim.division import in_order
 from shoal.optim.donors import Carrier, Carriers, Donors
 from shoal.optim.eval_mode import Mode
 from shoal.optim.kept import Kept, read_kept
-from shoal.optim.pilot import Brought, End, Ended, Follow, GoOn, Load, Pilot, Recall, Settle, Standing, Wait
+from shoal.optim.pilot import Brought, Ended, Next, Pilot, Standing
 from shoal.optim.reports import DownloadReport
 from shoal.optim.result import Result
 from shoal.optim.rounds import Rounds
@@ -131,18 +131,6 @@ class _Ending:
 
 
 # -- what ranks ask rank 0, and tell each other
-
-
-class Next(Enum):
-    """What follows the use of a batch."""
-
-    GO_ON = 0
-    END = 1
-    """The round of the epoch is due."""
-    LOAD = 2
-    """Others have ended the epoch without this peer."""
-    BEHIND = 3
-    """The same, and it was known before the batch."""
 
 
 class Turn(msgspec.Struct, array_like=True, frozen=True):
@@ -339,29 +327,28 @@ class Epoch:
             then = self._team.decided(COUNT, lambda _: self._count())
         if then is Next.END:
             self._end()
-        elif then is Next.LOAD:
+        elif then is Next.LATE:
             self._catch_up()
 
     def _lead(self, batch: Batch) -> Turn:
         """At rank 0: use the batch, unless this peer is behind, and say what follows."""
-        match self._where_to():
-            case Wait():
-                self._work.skip()
-                return Turn(self._state.tip)
-            case Load():
-                # What inner steps have done outlasts the download.
-                then, is_used = Next.BEHIND, self._work.has_moved and batch.samples > 0
+        then, is_used = self._where_to(), False
+        if then is Next.WAIT:
+            self._work.skip()
+        elif then is Next.BEHIND:
+            # What inner steps have done outlasts the download.
+            is_used = self._work.has_moved and batch.samples > 0
+            if is_used:
+                self._add(batch)
+        else:
+            computed_at = self.applied
+            if batch.samples:
+                if self._ends_before_adding and self._work.samples and self.state is EpochState.ACCUMULATING:
+                    self._end_if_due()
+                is_used = self.applied == computed_at  # otherwise another state was downloaded meanwhile
                 if is_used:
                     self._add(batch)
-            case _:
-                computed_at, is_used = self.applied, False
-                if batch.samples:
-                    if self._ends_before_adding and self._work.samples and self.state is EpochState.ACCUMULATING:
-                        self._end_if_due()
-                    is_used = self.applied == computed_at  # otherwise another state was downloaded meanwhile
-                    if is_used:
-                        self._add(batch)
-                then = self._count()
+            then = self._count()
         return Turn(self._state.tip, batch.samples, batch.loss, is_used, then)
 
     def _follow(self, turn: Turn) -> None:
@@ -375,23 +362,18 @@ class Epoch:
         self._enter()
         self._work.add(batch)
 
-    def _where_to(self) -> GoOn | Load | Wait:
+    def _where_to(self) -> Next:
         """At rank 0: what the run asks of this peer, after it has followed the newest pin as far as it can without a
         download."""
-        while True:
-            decision = self._pilot.next(self._standing())
-            if isinstance(decision, Recall):
-                if self._recall(decision.pin):
-                    continue
-                decision = self._pilot.without(decision.pin, self._standing())
-            match decision:
-                case Settle():
-                    self.take_result(wait=True)
-                case Follow(tip):
-                    self._name(tip)
-                    self._pilot.follow(tip)
-                case GoOn() | Load() | Wait():
-                    return decision
+        while (pin := self._pilot.pin_due(self._standing())) is not None:
+            if self.is_busy:
+                self.take_result(wait=True)
+            elif (tip := self._pilot.name_after(pin, self._standing())) is not None:
+                self._name(tip)
+                self._pilot.follow(tip)
+            elif not self._recall(pin):
+                return self._pilot.without(pin, self._standing())
+        return self._pilot.next(self._standing())
 
     def _name(self, tip: Tip) -> None:
         """The owner has pinned a state that leads to this one, which has this name now."""
@@ -413,13 +395,7 @@ class Epoch:
             self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
             if self._has_failed:
                 return Next.GO_ON  # the next step tries again
-        match self._pilot.count(self._standing()):
-            case End():
-                return Next.END
-            case Load():
-                return Next.LOAD
-            case GoOn():
-                return Next.GO_ON
+        return self._pilot.count(self._standing())
 
     @property
     def _has_failed(self) -> bool:
@@ -443,7 +419,7 @@ class Epoch:
     # -- the end of an epoch
 
     def _end_if_due(self) -> None:
-        if isinstance(self._pilot.due(), End):
+        if self._pilot.is_due:
             self._end()
 
     def _end(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import msgspec
@@ -68,47 +69,19 @@ class Standing:
 # -- what a peer does next
 
 
-@dataclass(frozen=True, slots=True)
-class GoOn:
+class Next(Enum):
+    """What a peer does next."""
+
+    GO_ON = 0
     """Use the batch, or begin the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The round of the epoch is due: end the epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Others hold a state that outranks this peer's: replay their rounds, or download it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
+    WAIT = 1
     """Use no batch and end no epoch for now, so that nobody waits for this peer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """First apply what is under way in the background, then ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Follow:
-    """The owner has pinned a state that leads to this peer's: name it `tip` now, and ask again."""
-
-    tip: Tip
-
-
-@dataclass(frozen=True, slots=True)
-class Recall:
-    """The owner has pinned a state to which this peer's does not lead: continue from the state that this peer has kept,
-    if that one leads on from the pin. If not, ask `without`."""
-
-    pin: Pin
-
-
-Decision = GoOn | End | Load | Wait | Settle | Follow | Recall
+    BEHIND = 2
+    """Others hold a state that outranks this peer's: replay their rounds, or download it, then count what is left."""
+    LATE = 3
+    """Others have ended the epoch for which this peer has just counted: the same, and count with the next batch."""
+    END = 4
+    """The round of the epoch is due: end the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,35 +221,33 @@ class Pilot:
 
     # -- what a peer does next
 
-    def next(self, at: Standing) -> Decision:
-        """What this peer does before it uses a batch."""
-        self.forks.look(at.tip, at.line, self._made_with)
-        pin = self.forks.due(at.tip)
-        if pin is not None:
-            if at.is_busy:
-                return Settle()
-            if not self.forks.follows_from(pin, at.tip, at.line):
-                return Recall(pin)
-            tip = replace(at.tip, pin=pin.number)
-            log.info(
-                "the owner has pinned %s (pin %d): this peer's state %s leads on from it", pin.tip, pin.number, tip
-            )
-            return Follow(tip)
-        return self._next(at)
-
-    def _next(self, at: Standing) -> Decision:
+    def next(self, at: Standing) -> Next:
+        """What this peer does before it uses a batch, once `pin_due` returns None."""
         if self.rests(at):
-            return Wait()
-        return Load() if self.is_behind(at) else GoOn()
+            return Next.WAIT
+        return Next.BEHIND if self.is_behind(at) else Next.GO_ON
 
-    def without(self, pin: Pin, at: Standing) -> Decision:
-        """As `next`, if this peer has kept no state that leads on from a pin. A newcomer may begin only from the pinned
-        state or its descendants."""
+    def pin_due(self, at: Standing) -> Pin | None:
+        """Report forks, and return the newest pin of the owner if this peer's state has not followed it yet."""
+        self.forks.look(at.tip, at.line, self._made_with)
+        return self.forks.due(at.tip)
+
+    def name_after(self, pin: Pin, at: Standing) -> Tip | None:
+        """The name of this peer's state after a pin; None if the state does not lead on from the pinned one."""
+        if not self.forks.follows_from(pin, at.tip, at.line):
+            return None
+        tip = replace(at.tip, pin=pin.number)
+        log.info("the owner has pinned %s (pin %d): this peer's state %s leads on from it", pin.tip, pin.number, tip)
+        return tip
+
+    def without(self, pin: Pin, at: Standing) -> Next:
+        """As `next`, if no state of this peer leads on from the pin. A newcomer may begin only from the pinned state or
+        its descendants."""
         is_new = at.tip.epoch == 0 < pin.epoch
         if is_new:
             self.run.wait_for_pin(pin.number, self._settings.matchmaking_time)
         if self.run.swarm.behind_pin >= pin.number:
-            return self._next(at)  # this peer is behind, and downloads the pinned state
+            return self.next(at)  # this peer is behind, and downloads the pinned state
         if self._told_pin != pin.number:
             self._told_pin = pin.number
             log.warning(
@@ -284,7 +255,7 @@ class Pilot:
                 "this peer %s until somebody does",
                 pin.tip, pin.number, "waits" if is_new else "goes on from its own",
             )  # fmt: skip
-        return Wait() if is_new else self._next(at)
+        return Next.WAIT if is_new else self.next(at)
 
     def is_behind(self, at: Standing) -> bool:
         """Whether others hold a state that outranks this peer's, and this peer is not about to reach it by itself."""
@@ -298,7 +269,7 @@ class Pilot:
         is_suspected = self.hidden.rests(time.monotonic()) and bool(self.run.donors())
         return not at.is_busy and (is_suspected or self.run.swarm.rests(at.tip))
 
-    def count(self, at: Standing) -> GoOn | End | Load:
+    def count(self, at: Standing) -> Next:
         """What this peer does after it has used a batch: report its progress, and wait if that saves samples.
 
         Raises:
@@ -308,18 +279,19 @@ class Pilot:
             self.tracker.report(at.progress, behind=at.samples)
         except Behind as error:
             log.info("%s", error)
-            return Load()
+            return Next.LATE
         self._wait_for_the_slower(at)
-        return self.due()
+        return Next.END if self.is_due else Next.GO_ON
 
-    def due(self) -> GoOn | End:
+    @property
+    def is_due(self) -> bool:
         """Whether the round of the epoch is due."""
-        return End() if self.tracker.ready_to_update_epoch else GoOn()
+        return self.tracker.ready_to_update_epoch
 
     def _wait_for_the_slower(self, at: Standing) -> None:
         """Wait for the inner steps of the others, once in an epoch, at most for `matchmaking_time`. A peer does so if
         inner steps are counted and it has made its own."""
-        if at.has_its_part and self._waited_at != at.tip and not self.tracker.ready_to_update_epoch:
+        if at.has_its_part and self._waited_at != at.tip and not self.is_due:
             self._waited_at = at.tip
             with self.paused():
                 self.run.wait_for_round(at.tip, self._settings.matchmaking_time)

@@ -14,7 +14,7 @@ import pytest
 from shoal.health.record import FaultKind
 from shoal.optim import pilot as module
 from shoal.optim.hidden_state import FIRST_REST
-from shoal.optim.pilot import End, Ended, Follow, GoOn, Load, Recall, Settle, Standing, Wait
+from shoal.optim.pilot import Ended, Next, Standing
 from shoal.optim.reports import DownloadReport, EpochReport, ForkReport
 from shoal.optim.result import Cost
 from shoal.p2p.identity import PeerID
@@ -58,77 +58,76 @@ def test_it_is_torch_free_itself() -> None:
 
 
 def test_it_goes_on(at: Piloted) -> None:
-    assert at.pilot.next(standing()) == GoOn()
+    assert at.pilot.next(standing()) is Next.GO_ON
     at.swarm.behind = GENESIS
-    assert at.pilot.next(standing()) == GoOn(), "this peer's state outranks that one"
+    assert at.pilot.next(standing()) is Next.GO_ON, "this peer's state outranks that one"
 
 
 def test_it_loads_a_state_that_outranks_its_own(at: Piloted) -> None:
     at.swarm.behind = SECOND
-    assert at.pilot.next(standing()) == Load()
-    assert at.pilot.next(standing(is_busy=True)) == GoOn(), "the background may bring it"
+    assert at.pilot.next(standing()) is Next.BEHIND
+    assert at.pilot.next(standing(is_busy=True)) is Next.GO_ON, "the background may bring it"
 
 
 def test_it_waits_where_a_download_did_not_help(at: Piloted, monkeypatch: pytest.MonkeyPatch) -> None:
     at.swarm.behind, at.swarm.rests_for = SECOND, 5.0
-    assert at.pilot.next(standing()) == Wait()
-    assert at.pilot.next(standing(is_busy=True)) == GoOn()
+    assert at.pilot.next(standing()) is Next.WAIT
+    assert at.pilot.next(standing(is_busy=True)) is Next.GO_ON
     at.swarm.rests_for = 0.0
     at.pilot.hidden.has_loaded(whole=True)
     now = time.monotonic()
     assert at.pilot.hidden.differs(now) == FIRST_REST
-    assert at.pilot.next(standing()) == Load(), "nobody else is here"
+    assert at.pilot.next(standing()) is Next.BEHIND, "nobody else is here"
     at.run.others = [PeerID(KEYS[1])]
-    assert at.pilot.next(standing()) == Wait()
+    assert at.pilot.next(standing()) is Next.WAIT
     monkeypatch.setattr("shoal.optim.pilot.time.monotonic", lambda: now + FIRST_REST)
-    assert at.pilot.next(standing()) == Load()
+    assert at.pilot.next(standing()) is Next.BEHIND
 
 
 # -- pins
 
 
 def test_a_pinned_ancestor_is_followed_by_name(at: Piloted) -> None:
-    at.pin(3, GENESIS)
-    assert at.pilot.next(standing(is_busy=True)) == Settle()
-    decision = at.pilot.next(standing())
-    assert decision == Follow(Tip(FIRST.epoch, FIRST.lineage, FIRST.samples, 3))
-    assert isinstance(decision, Follow)
-    assert at.pilot.next(standing(decision.tip)) == GoOn()
+    assert at.pilot.pin_due(standing()) is None
+    pin = at.pin(3, GENESIS)
+    assert at.pilot.pin_due(standing()) == pin
+    tip = at.pilot.name_after(pin, standing())
+    assert tip == Tip(FIRST.epoch, FIRST.lineage, FIRST.samples, 3)
+    assert at.pilot.pin_due(standing(tip)) is None
 
 
 def test_a_pin_that_rewinds_is_followed_only_at_its_own_state(at: Piloted) -> None:
-    pin = at.pin(3, GENESIS, rewind=True)
-    assert at.pilot.next(standing()) == Recall(pin)
-    at.pin(4, FIRST, rewind=True)
-    assert isinstance(at.pilot.next(standing()), Follow)
+    assert at.pilot.name_after(at.pin(3, GENESIS, rewind=True), standing()) is None
+    assert at.pilot.name_after(at.pin(4, FIRST, rewind=True), standing()) is not None
 
 
 def test_without_a_kept_state_that_leads_on_from_a_pin(at: Piloted, caplog: pytest.LogCaptureFixture) -> None:
     pin = at.pin(3, OTHER)
-    assert at.pilot.next(standing()) == Recall(pin)
+    assert at.pilot.pin_due(standing()) == pin
+    assert at.pilot.name_after(pin, standing()) is None
     for _ in range(2):
-        assert at.pilot.without(pin, standing()) == GoOn()
+        assert at.pilot.without(pin, standing()) is Next.GO_ON
     assert caplog.text.count("this peer goes on from its own until somebody does") == 1
     assert at.run.done == [], "only a newcomer waits"
     at.swarm.behind = SECOND
     at.swarm.behind_pin = 3
-    assert at.pilot.without(pin, standing()) == Load()
+    assert at.pilot.without(pin, standing()) is Next.BEHIND
     at.swarm.behind_pin, at.swarm.behind = 0, None
     newer = at.pin(4, OTHER)
-    assert at.pilot.without(newer, standing()) == GoOn()
+    assert at.pilot.without(newer, standing()) is Next.GO_ON
     assert caplog.text.count("until somebody does") == 2, "once for each pin"
 
 
 def test_a_newcomer_begins_only_from_a_pinned_state(at: Piloted, caplog: pytest.LogCaptureFixture) -> None:
     pin = at.pin(3, OTHER)
-    assert at.pilot.without(pin, standing(GENESIS)) == Wait()
+    assert at.pilot.without(pin, standing(GENESIS)) is Next.WAIT
     assert at.run.done == [("wait for pin", 3)]
     assert "this peer waits until somebody does" in caplog.text
     at.swarm.behind, at.swarm.behind_pin = OTHER, 3
-    assert at.pilot.without(pin, standing(GENESIS)) == Load()
+    assert at.pilot.without(pin, standing(GENESIS)) is Next.BEHIND
     of_start = at.pin(5, GENESIS)
     at.swarm.behind_pin, at.swarm.behind = 0, None
-    assert at.pilot.without(of_start, standing(GENESIS)) == GoOn()
+    assert at.pilot.without(of_start, standing(GENESIS)) is Next.GO_ON
 
 
 def test_no_memory_for_a_kept_state_is_told_once(at: Piloted, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +169,7 @@ def test_a_fork_that_others_are_on_is_told_once(at: Piloted, caplog: pytest.LogC
     side = GENESIS.after(bytes(range(32)), 10.0)
     at.swarm.peer.tips.append((KEYS[1], side))
     for _ in range(2):
-        at.pilot.next(standing())
+        at.pilot.pin_due(standing())
     (report,) = at.events
     assert isinstance(report, ForkReport)
     assert (report.stays, report.other_tip, report.other_members) == (True, str(side), (str(PeerID(KEYS[1])),))
@@ -227,13 +226,13 @@ def test_a_lossy_download_has_another_machine(at: Piloted) -> None:
 
 
 def test_it_counts_and_ends_the_epoch_when_its_round_is_called(at: Piloted) -> None:
-    assert at.pilot.count(standing(progress=3.0, samples=24.0)) == GoOn()
+    assert at.pilot.count(standing(progress=3.0, samples=24.0)) is Next.GO_ON
     assert at.tracker.reports == [(3.0, 24.0)]
     at.tracker.ready_to_update_epoch = True
-    assert at.pilot.count(standing()) == End()
-    assert at.pilot.due() == End()
+    assert at.pilot.count(standing()) is Next.END
+    assert at.pilot.is_due
     at.tracker.error = Behind("others are at epoch 5")
-    assert at.pilot.count(standing()) == Load()
+    assert at.pilot.count(standing()) is Next.LATE
     at.tracker.error = Rejected("other terms")
     with pytest.raises(Rejected):
         at.pilot.count(standing())
