@@ -94,6 +94,12 @@ class Team(ABC):
         """What a rank has said, with its name if there are several."""
         return why if self.size == 1 else f"{self.names[rank]}: {why}"
 
+    def refuse(self, question: Question[str, list[str]], why: str) -> None:
+        """Raise a ValueError at all ranks with the first reason that a rank has. "" is none."""
+        for rank, each in enumerate(self.all(question, why)):
+            if each:
+                raise ValueError(self.said(rank, each))
+
     @abstractmethod
     def ends(self, make: Callable[[], Future[None]]) -> AbstractContextManager[Future[None]]:
         """A context for a wait of all ranks, which rank 0 may end. Collect what they have waited for within it.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -22,24 +21,21 @@ from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
 from shoal.flat import after_loading, after_saving, before_loading, before_saving
-from shoal.flat.allocation import memory_for
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulator import factor_of
-from shoal.optim.alike import terms_of, unlike
 from shoal.optim.checkpoint import Checkpoint, StrandCheckpoint
 from shoal.optim.division import in_order
-from shoal.optim.donors import Carrier, Carriers, Donors
 from shoal.optim.eval_mode import Mode
 from shoal.optim.kept import Kept, read_kept
 from shoal.optim.pilot import Brought, Ended, Next, Pilot, Standing
 from shoal.optim.reports import DownloadReport
 from shoal.optim.result import Result
 from shoal.optim.rounds import Rounds
-from shoal.optim.run import until
 from shoal.optim.settings import Settings
-from shoal.optim.state import AS_OBJECT, Rewritten, State, for_newcomer
+from shoal.optim.state import AS_OBJECT, State
+from shoal.optim.transfers import Transfers
 from shoal.optim.turns import are_several
 from shoal.optim.work import Batch, Work
 from shoal.p2p.identity import PeerID
@@ -50,14 +46,11 @@ from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Offer
 from shoal.transfer.transfer import Downloaded, DownloadFailed, NoMemoryForState, NothingWanted
 
 log = logging.getLogger(__name__)
 
 KEPT_AGAIN_SECONDS = 60.0  # the time until this peer tries again to load a kept state for which it had no memory
-ATTEMPTS = 5  # tries to download all parts of one state, while the run continues
-APPLY_SECONDS = 5.0  # a newcomer waits so long for a commit that this peer has not applied yet
 TOLD, TOLD_SECONDS = 8, 60.0  # warnings of gradients that are not finite: at most so many in so many seconds
 
 
@@ -151,34 +144,6 @@ class Turn(msgspec.Struct, array_like=True, frozen=True):
     then: Next = Next.GO_ON
 
 
-class Fetched(msgspec.Struct, array_like=True, frozen=True):
-    """Whether a rank has its parts of another state, or can load them.
-
-    Attributes:
-        why: the reason why not; "" if it is so.
-        lacks_memory: whether the reason is that it has no memory.
-    """
-
-    why: str = ""
-    lacks_memory: bool = False
-
-
-class Found(msgspec.Struct, array_like=True, frozen=True):
-    """A state of other peers, which this one loads; or why there is none.
-
-    Attributes:
-        tip: the name of the state; None if there is none.
-        carriers: for each part, the ranks of other peers that carry it.
-        why: why there is none.
-        is_wanted: whether one would do.
-    """
-
-    tip: Tip | None = None
-    carriers: list[list[Carrier]] = []
-    why: str = ""
-    is_wanted: bool = True
-
-
 class Keeps(msgspec.Struct, array_like=True, frozen=True):
     """What becomes of this peer's contribution when it loads another state.
 
@@ -215,12 +180,6 @@ PAUSE = Question("pause", NoneType, bool)
 HOOKS = Question("hooks", NoneType, NoneType)
 COMMON = Question("common", bool, bytes)
 MISFITS = Question("misfits", str, list[str])
-UNLIKE = Question("unlike", str, list[str])
-TERMS = Question("terms", NoneType, dict[str, str])
-CARRIERS = Question("carriers", Carrier, list[Carrier])
-FIND = Question("find a state", NoneType, Found)
-FETCHED = Question("fetched", Fetched, list[Fetched])
-READY = Question("ready", Fetched, list[Fetched])
 KEEPS = Question("keeps", NoneType, Keeps)
 MAY_LOAD = Question("may load", NoneType, bool)
 
@@ -229,7 +188,7 @@ class Epoch:
     """Each epoch of a rank, from the first batch to the step that ends it. All ranks of a cluster that have a part of
     the state run the same code. What depends on the run, or on the time, `Pilot` decides at rank 0.
 
-    The trainer's thread calls all methods, except that the reactor calls `donor`, `take_snapshot` and `priority`.
+    The trainer's thread calls all methods.
 
     Args:
         settings: the settings of the optimizer.
@@ -237,7 +196,7 @@ class Epoch:
         state: this rank's part of the state.
         rounds: in which rounds the work of this rank is averaged.
         pilot: asks the run, at rank 0.
-        donors: serves this rank's parts of the state, and downloads those of others.
+        transfers: sends newcomers this rank's parts of the state, and fetches those of another state.
         background: what the trainer does not wait for.
 
     Attributes:
@@ -253,11 +212,11 @@ class Epoch:
         state: State,
         rounds: Rounds,
         pilot: Pilot,
-        donors: Donors,
+        transfers: Transfers,
         background: Background,
     ) -> None:
         self._settings, self._team, self._state, self._rounds, self._pilot = settings, team, state, rounds, pilot
-        self._donors = donors
+        self._transfers = transfers
         self._work: Work = rounds.work
         self._background = background
         # If the round was called during a step, that step's samples may begin the next epoch. So the epoch ends before
@@ -814,56 +773,6 @@ class Epoch:
         self._work.apply_last(used=None if ended is None or ended.is_unlike else ended.used)
         self.applied = self._state.tip
 
-    # -- this peer's state, for newcomers
-
-    def serve(self) -> None:
-        """Serve this rank's parts of the state to newcomers. In a cluster, the ranks meet each other in the DHT.
-
-        Raises:
-            ValueError: if this rank has other arguments than rank 0.
-        """
-        state, allow = self._state, self._settings.averager_opts.get("allow_state_sharing", True)
-        if not state.is_divided:
-            tip, asked = (lambda: state.tip), self._pilot.run.swarm.keep_redo_log
-            self._donors.serve(state.division.mine, self.take_snapshot, tip, self._offered, allow, asked)
-            return
-        terms = terms_of(state, self._settings)
-        of_first = self._team.decided(TERMS, lambda _: terms)
-        self._refuse(self._team.all(UNLIKE, unlike(terms, of_first)))
-        offer = lambda: Offer(line=state.line.to_wire())  # noqa: E731
-        self._donors.serve(state.division.mine, self._copy_of_part, lambda: state.tip, offer, allow)
-        carriers = Carriers(tuple(self._team.all(CARRIERS, self._donors.me)), tuple(state.division.carriers))
-        self._donors.meet(carriers)
-
-    async def _copy_of_part(self, part: int) -> EncodedState:
-        return await for_newcomer(lambda: self._state.copy_of_part(part))
-
-    def _offered(self) -> Offer:
-        return Offer(self.priority(), self._state.line.to_wire())
-
-    def priority(self) -> float:
-        """The priority of this peer's state among the states that newcomers are offered. An outranked one comes
-        last."""
-        return -1.0 if self.is_behind else 0.0
-
-    async def take_snapshot(self, part: int) -> EncodedState:
-        """A copy of this peer's state for newcomers.
-
-        Raises:
-            Refused: if the state can't be sent.
-        """
-        run, state = self._pilot.run, self._state
-        # A newcomer waits until this peer has applied the last commit, but not forever: the trainer may have stopped.
-        await until(lambda: state.tip == run.swarm.tip, run.state_changed, APPLY_SECONDS)
-        try:
-            return await for_newcomer(state.copy_for_newcomer)
-        except Rewritten as why:
-            log.info("a newcomer waits for this peer's state: %s", why)
-            tip = state.tip
-            await until(lambda: state.tip != tip, run.state_changed, APPLY_SECONDS)
-        # Perhaps no step follows, because the trainer evaluates, or ends here. The newcomer may be at its last epoch.
-        return await for_newcomer(lambda: state.copy_for_newcomer(rewritten=True))
-
     # -- another state, for this peer
 
     def settle(self) -> None:
@@ -967,12 +876,6 @@ class Epoch:
         common = self._team.decided(COMMON, lambda _: checkpoint.common(), True)  # after the hooks of all ranks
         return after_saving(hooked, checkpoint.save(common))
 
-    def _refuse(self, reasons: Sequence[str]) -> None:
-        """Raise a ValueError with the first reason that a rank has."""
-        for rank, why in enumerate(reasons):
-            if why:
-                raise ValueError(self._team.said(rank, why))
-
     def load_strands(self, state: dict[str, Any], checkpoint: StrandCheckpoint, hooked: Optimizer) -> None:
         """Continue from this rank's part of a state.
 
@@ -980,7 +883,7 @@ class Epoch:
             ValueError: if a rank can't. Then nothing has changed.
         """
         given = before_loading(hooked, state)
-        self._refuse(self._team.all(MISFITS, checkpoint.misfit(given)))
+        self._team.refuse(MISFITS, checkpoint.misfit(given))
 
         def load() -> None:
             checkpoint.load(given)
@@ -1114,7 +1017,7 @@ class Epoch:
         self._rounds.leave()
         mine = self._state.tip
         try:
-            parts = self._fetch(donors, timeout, to_join=to_join)
+            parts = self._transfers.fetch(self._standing(), donors, timeout, to_join=to_join)
         except NothingWanted as error:
             log.info("%s", error)
             return False
@@ -1124,7 +1027,7 @@ class Epoch:
         # owner has pinned another line of states.
         keeps = self._team.decided(KEEPS, lambda _: Keeps(self._pilot.may_be_in(mine), tip.pin == mine.pin))
         can_be_kept = keeps.can_be_kept and not work.was_loaded
-        load, kept = self._make_ready(parts, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
+        load, kept = self._transfers.make_ready(parts, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
         givers = [donor.key for donor in state.chunks_from]
         fork = self._team.at_first(lambda: self._pilot.leave(mine, tip, state.line, givers, self._keep))
         with unbroken():
@@ -1153,98 +1056,6 @@ class Epoch:
 
     def _keep(self) -> str:
         return self._state.keep()
-
-    def _make_ready(
-        self, state: Sequence[Downloaded], *, copies: bool
-    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """Prepare to take over a state at all ranks. If one can't, none does.
-
-        Args:
-            state: this rank's parts of the state.
-            copies: whether to copy what is needed to keep this rank's contribution.
-
-        Returns:
-            A function that takes it over, and the copy.
-
-        Raises:
-            Rejected: if it does not fit.
-            NoMemoryForState: if a rank has no memory for it.
-        """
-        load: Callable[[], None] = lambda: None  # noqa: E731
-        kept: Sequence[torch.Tensor] = []
-        ready = Fetched()
-        try:
-            load = self._state.make_ready(state)
-            if copies:
-                with memory_for("the drift that this peer would keep", NoMemoryForState):
-                    kept = self._work.copy_to_keep()
-        except (ValueError, NoMemoryForState) as error:
-            ready = Fetched(str(error), isinstance(error, NoMemoryForState))
-        for rank, each in enumerate(self._team.all(READY, ready)):
-            if each.lacks_memory:
-                raise NoMemoryForState(self._team.said(rank, each.why))
-            if each.why:
-                raise Rejected(f"the run's state does not fit this peer: {self._team.said(rank, each.why)}")
-        return load, kept
-
-    def _fetch(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> list[Downloaded]:
-        """Download this rank's parts of one state. It is the state whose first part most donors hold.
-
-        Raises:
-            NothingWanted: if no donor's state would do.
-            DownloadFailed: if a part could not be downloaded.
-            DoesNotFit: with `to_join`, if the state comes too late.
-            NoMemoryForState: if a rank has no memory for its parts.
-        """
-        failed: list[str] = []
-        for _ in range(ATTEMPTS):
-            tip, carriers, known = self._find(donors, timeout, to_join=to_join)
-            parts, fetched = list[Downloaded](), Fetched()
-            try:
-                parts = self._donors.fetch_all(self._state.division.mine, carriers, timeout, tip.is_state_of, known)
-            except DownloadFailed as error:
-                fetched = Fetched(str(error), isinstance(error, NoMemoryForState))
-            answers = self._team.all(FETCHED, fetched)
-            failed = [self._team.said(rank, each.why) for rank, each in enumerate(answers) if each.why]
-            if not failed:
-                return parts
-            if any(each.lacks_memory for each in answers):  # it does at once, too
-                raise NoMemoryForState(failed[0])
-        raise DownloadFailed(f"could not download all strands of one state: {failed[0]}")
-
-    def _find(
-        self, donors: Sequence[PeerID], timeout: float, *, to_join: bool
-    ) -> tuple[Tip, list[list[Carrier]], dict[int, Downloaded]]:
-        """Download the first part of the state that most donors hold, at rank 0.
-
-        Returns:
-            The name of the state; for each part, the ranks of other peers that carry it; and the first part, by its
-            number.
-        """
-        known: dict[int, Downloaded] = {}
-        failed: AveragingError | None = None
-
-        def find() -> Found:
-            nonlocal failed
-            run = self._pilot.run
-            try:
-                carriers = self._donors.who_carries(donors)
-                reserve = None if run.swarm.loading is None else run.swarm.reserve
-                wanted = self._pilot.wanted(self._standing())
-                begin = partial(self._donors.download, 0, carriers[0], timeout, wanted, reserve)
-                known[0] = run.download(donors, begin, to_join=to_join)
-            except AveragingError as error:
-                failed = error
-                return Found(why=str(error), is_wanted=not isinstance(error, NothingWanted))
-            return Found(known[0].manifest.tip, carriers)
-
-        found = self._team.decided(FIND, lambda _: find())
-        try:
-            if found.tip is None:
-                raise failed or (DownloadFailed if found.is_wanted else NothingWanted)(found.why)
-        finally:
-            failed = None  # it would keep this call's objects
-        return found.tip, found.carriers, known
 
     # -- a state that this peer has kept
 

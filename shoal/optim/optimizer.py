@@ -63,6 +63,7 @@ from shoal.optim.settings import (
 )
 from shoal.optim.terms import make_run, name_of_machine
 from shoal.optim.trainable import check_writable
+from shoal.optim.transfers import Transfers
 from shoal.optim.vitals import Vitals
 from shoal.optim.work import Batch
 from shoal.p2p.identity import PeerID
@@ -386,12 +387,14 @@ class Optimizer(ShowsGroups):
         pilot = self._team.at_first(lambda: self._make_pilot(refresh, background))
         relayed = tuple if state.is_divided else self._run.relayed
         self._donors = Donors(self.dht, self.run_id, len(state.division.carriers), state.max_nbytes, relayed)
-        self._epoch = Epoch(settings, self._ranks.of_state, state, rounds, pilot, self._donors, background)
+        team = self._ranks.of_state
+        transfers = Transfers(settings, team, state, rounds.work, pilot, self._donors)
+        self._epoch = epoch = Epoch(settings, team, state, rounds, pilot, transfers, background)
         self._team.at_first(lambda: self._make_vitals(pilot))
         self._checkpoint = make_checkpoint(state, rounds.work, shards)
         self._team.when_lost(self._stop)
         try:
-            self._epoch.serve()  # before newcomers meet this peer
+            transfers.serve(lambda: epoch.is_behind)  # before newcomers meet this peer
             self._team.at_first(lambda: self._run.start())
         except BaseException:  # Ctrl-C, too: a peer that was not made serves neither metrics nor a state
             self._close_metrics()

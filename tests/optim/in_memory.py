@@ -335,11 +335,11 @@ class Rank:
         self.background = background_of(settings, is_cluster=is_cluster)
         self.events: list[Any] = []
         pilot = self.team.at_first(lambda: self._make_pilot(share, last))
-        self.epoch = Epoch(settings, self.team, self.state, self.rounds, pilot, self._no_donors(), self.background)
+        self.epoch = Epoch(settings, self.team, self.state, self.rounds, pilot, self._no_transfers(), self.background)
         self.trainer = threading.RLock()
         self.lending: Lending | None = None
 
-    def _no_donors(self) -> Any:
+    def _no_transfers(self) -> Any:
         return None
 
     def _of_strands(self, rank: int) -> StrandRounds:

@@ -230,14 +230,12 @@ def test_a_state_that_the_background_may_bring_is_not_downloaded(alone: Alone) -
     rank.step(ones, SHARE)
     rank.run.swarm.behind = rank.state.tip.after(bytes(32), 1e6)
     assert not rank.epoch.is_behind
-    assert rank.epoch.priority() == 0
     average.error = Behind("as after a shutdown")
     average.opened.set()
     wait_until_done(rank)
     rank.epoch.take_result(wait=False)
     rank.run.swarm.behind = rank.state.tip.after(bytes(32), 1e6)
     assert rank.epoch.is_behind
-    assert rank.epoch.priority() < 0, "newcomers are offered another state first"
 
 
 def test_who_rests_uses_no_batch(alone: Alone) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import shoal
 from shoal.cluster.team import Alone as Team
 from shoal.optim import pilot, state_averager
-from shoal.optim.epoch import Fetched
 from shoal.optim.kept import Kept
 from shoal.optim.state import TrainingState
+from shoal.optim.transfers import Fetched
 from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 from tests.optim.conftest import Alone
@@ -94,7 +94,7 @@ def found(optimizer: shoal.Optimizer, state: Kept | Downloaded, *, keeps: bool =
     if not keeps:
         patch.setattr(optimizer._epoch._pilot.forks, "leave", lambda *_: None)
     given = state.as_downloaded(0) if isinstance(state, Kept) else state
-    patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [given])
+    patch.setattr(optimizer._epoch._transfers, "fetch", lambda *_, **__: [given])
     return patch
 
 
@@ -182,9 +182,9 @@ def test_what_another_rank_can_not_load_is_loaded_by_none(alone: Alone, answer: 
     train_strands(donor, giver, 1)
     before = everything(newcomer, taker)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(taker._epoch, "_team", TeamOfTwo(Fetched(*answer)))
+        patch.setattr(taker._epoch._transfers, "_team", TeamOfTwo(Fetched(*answer)))
         with pytest.raises(kind, match="rank 1: no "):
-            taker._epoch._make_ready(strands_of(giver), copies=False)
+            taker._epoch._transfers.make_ready(strands_of(giver), copies=False)
     assert everything(newcomer, taker) == before
 
 
@@ -235,7 +235,7 @@ def test_what_has_arrived_is_given_back(alone: Alone) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer._run, "donors", lambda: [optimizer.dht.peer_id])
-        patch.setattr(optimizer._epoch, "_fetch", lambda *_, **__: [states.pop()])
+        patch.setattr(optimizer._epoch._transfers, "fetch", lambda *_, **__: [states.pop()])
         patch.setattr(pilot.log, "disabled", True)  # pytest keeps what is logged, and with it the error
         gc.disable()
         try:
