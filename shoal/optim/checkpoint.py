@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shoal.cluster.strands import Strands
@@ -36,6 +37,7 @@ NO_STRANDS = (
     "strand_state() is of ranks that carry strands: make the optimizer with cluster=shoal.Cluster(strands=8), or save "
     "state_dict() at rank 0"
 )
+OTHER_OUTER = "the checkpoint is of a run with outer=, and this one is without, or the other way round"
 OF_PARAMETERS = frozenset({"params", "param_names"})
 OWN = KERNELS | OF_PARAMETERS  # the options that each rank has for itself
 
@@ -127,15 +129,13 @@ class WholeState:
 
     Attributes:
         loaded: the optimizers that continue from it: the user's own is the first.
-        own: the state dict of the user's optimizer.
-        outer: that of the outer optimizer; None without one.
+        given: the state dict of each of these.
         drift: the anchor of each trained parameter, and the rest of the drift; None without one.
         rest: the epoch (or None), the names of the state, and the scheduler's state.
     """
 
     loaded: Sequence[torch.optim.Optimizer] = ()
-    own: StateDict | None = None
-    outer: StateDict | None = None
+    given: Sequence[StateDict | None] = (None, None)
     drift: dict[str, Any] | None = None
     rest: dict[str, Any] = field(default_factory=dict)
 
@@ -209,13 +209,12 @@ class StrandCheckpoint(Checkpoint):
     Args:
         state: the state of this rank's strands.
         strands: the pieces.
-        drift: with an outer optimizer, how far the model is from the anchors, which the state has then; else None.
     """
 
     elsewhere = WholeState()
 
-    def __init__(self, state: State, strands: Strands, drift: Drift | None) -> None:
-        self._state, self._strands, self._drift = state, strands, drift
+    def __init__(self, state: State, strands: Strands) -> None:
+        self._state, self._strands = state, strands
 
     # -- as the state dict of a single process, at rank 0. All ranks call `state_dict` and `load_state_dict` at once,
     # -- after rank 0 has called what may raise an error
@@ -223,7 +222,7 @@ class StrandCheckpoint(Checkpoint):
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose state dicts are in that of rank 0: the user's own is the first."""
-        return list(dict.fromkeys([self._state.wrapped, self._state.optimizer]))
+        return [self._state.optimizer]
 
     def before_saving(self) -> None:
         """At rank 0, before `state_dict`: call the users' hooks."""
@@ -232,23 +231,20 @@ class StrandCheckpoint(Checkpoint):
 
     def state_dict(self) -> StateDict:
         """The state dict of the whole cluster at rank 0, where this calls the users' hooks; {} at other ranks."""
-        state, strands, drift = self._state, self._strands, self._drift
-        stepped, inner, anchors = gathered(strands, state.optimizer, state.parameters), {}, {}
-        if drift is not None:
-            inner = gathered(self._inner(drift), drift.inner, parameters_of(drift.inner))
-            trained = {place: p.detach() for place, p in enumerate(state.parameters) if p.requires_grad}
-            anchors = strands.collect(trained)
-        if strands.rank:
-            return {}
-        stepped = after_saving(state.optimizer, stepped)
-        found = stepped if drift is None else after_saving(drift.inner, inner)
+        found = self._gathered()
+        return self._named(after_saving(self._state.optimizer, found)) if found else {}
+
+    def _gathered(self) -> StateDict:
+        state = self._state
+        return gathered(self._strands, state.optimizer, state.parameters)
+
+    def _named(self, found: StateDict) -> StateDict:
+        """At rank 0: the state dict of the user's optimizer, with the names of the state."""
+        state = self._state
         found["state"] = {**found["state"], "local_epoch": state.tip.epoch}
         found["shoal"] = state.names()
         if state.scheduler is not None:
             found["shoal"]["scheduler"] = state.scheduler.state_dict()
-        if drift is not None:
-            found["shoal"]["outer"] = stepped
-            found["shoal"]["drift"] = {**drift.state_dict(), "anchor": list(anchors.values()), "residuals": []}
         return found
 
     def before_loading(self, state_dict: StateDict) -> WholeState:
@@ -259,18 +255,20 @@ class StrandCheckpoint(Checkpoint):
         """
         ours = dict(state_dict.get("shoal", {}))
         own = {**state_dict, "state": dict(state_dict["state"])}
-        epoch, drift = own["state"].pop("local_epoch", None), None
+        epoch = own["state"].pop("local_epoch", None)
         own.pop("shoal", None)
         ours["epoch"] = None if epoch is None else self._state.tip_of(epoch, ours).epoch
-        given = [own]
-        if self._drift is not None and "drift" in ours:
-            given, drift = [own, ours["outer"]], ours["drift"]
+        given = self._given(own, ours)
         loaded = self._optimizers[: len(given)]
         for number, optimizer in enumerate(loaded):
             given[number] = before_loading(optimizer, given[number])
             check_fits(given[number], self._state.described_groups, self._strands.model)
         rest = {name: value for name, value in ours.items() if name not in ("outer", "drift")}
-        return WholeState(loaded, given[0], given[1] if drift else None, drift, rest)
+        return WholeState(loaded, given, ours["drift"] if len(given) > 1 else None, rest)
+
+    def _given(self, own: StateDict, ours: Mapping[str, Any]) -> list[StateDict]:
+        """At rank 0: the state dict for each of `_optimizers` that a state dict of the whole cluster has."""
+        return [own]
 
     @torch.no_grad()
     def load_state_dict(self, given: WholeState) -> None:
@@ -279,30 +277,11 @@ class StrandCheckpoint(Checkpoint):
         Args:
             given: at rank 0, what `before_loading` has returned; at other ranks `WholeState()`.
         """
-        state, strands, drift, whole = self._state, self._strands, self._drift, given
-        moved = None if whole.drift is None else {name: whole.drift[name] for name in ("samples", "steps")}
-        rest, moved = shared_by_all(strands.group, (whole.rest, moved))
+        state, strands = self._state, self._strands
+        rest = shared_by_all(strands.group, given.rest)
         with state.locked():
             strands.gather_parameters()
-            if drift is None:
-                scatter(strands, state.optimizer, whole.own)
-            else:
-                scatter(self._inner(drift), drift.inner, whole.own)
-                _rewind(drift)
-                for anchor, piece in zip(state.parameters, strands.pieces, strict=True):
-                    anchor.copy_(piece)
-                if moved is None:
-                    state.optimizer.state.clear()
-                    drift.reset()
-                    drift.forget_residuals()
-                else:
-                    scatter(strands, state.optimizer, whole.outer)
-                    anchors = {n: like for n, like in enumerate(state.described) if like.requires_grad}
-                    if whole.drift is not None:
-                        each = zip(anchors.items(), whole.drift["anchor"], strict=True)
-                        anchors = {number: anchor.to("cpu", like.dtype) for (number, like), anchor in each}
-                    anchors = strands.deal(anchors)
-                    drift.load_state_dict({**moved, "anchor": [anchors[place] for place in sorted(anchors)]})
+            self._scatter(given)
             if state.scheduler is not None and "scheduler" in rest:
                 state.scheduler.load_state_dict(rest["scheduler"])
             self._settle(rest["epoch"], rest)
@@ -312,8 +291,9 @@ class StrandCheckpoint(Checkpoint):
         for optimizer in given.loaded:
             after_loading(optimizer)
 
-    def _inner(self, drift: Drift) -> Placed:
-        return Placed(self._strands.group, parameters_of(drift.inner))
+    def _scatter(self, whole: WholeState) -> None:
+        """At all ranks: load what each optimizer keeps."""
+        scatter(self._strands, self._state.optimizer, whole.given[0])
 
     def _settle(self, epoch: int | None, names: dict[str, Any]) -> None:
         """The state was loaded: continue from it."""
@@ -332,20 +312,18 @@ class StrandCheckpoint(Checkpoint):
         Raises:
             ValueError: if the optimizer keeps something that is not plain data.
         """
-        state, drift = self._state, self._drift
-        moved = {} if drift is None else drift.state_dict()
-        common = Common(
+        return msgspec.msgpack.encode(self._common())
+
+    def _common(self) -> Common:
+        state = self._state
+        return Common(
             state.tip.epoch,
             state.names(),
             self._described,
             len(state.extra_tensors),
             scheduler_state(state.scheduler),
             rest_of(state.optimizer, state.parts[0].parameters),
-            None if drift is None else rest_of(drift.inner, parameters_of(drift.inner)),
-            moved.get("samples", 0.0),
-            moved.get("steps", 0),
         )
-        return msgspec.msgpack.encode(common)
 
     @property
     def _described(self) -> list[tuple[list[int], str]]:
@@ -360,7 +338,7 @@ class StrandCheckpoint(Checkpoint):
         Raises:
             ValueError: as `kept_tensors`.
         """
-        state, drift = self._state, self._drift
+        state = self._state
         found: StateDict = {_key_of_common(len(self._strands.carriers)): common}
         with state.locked():
             kept = kept_tensors(state.optimizer, _on_cpu)
@@ -369,8 +347,6 @@ class StrandCheckpoint(Checkpoint):
                 found[f"strand {strand}"] = {"parameters": pieces, "statistics": by_name(kept, part.parameters)}
             if not self._strands.rank:
                 found["extra tensors"] = {str(n): _on_cpu(tensor) for n, tensor in enumerate(state.extra_tensors)}
-            if drift is not None:
-                found["inner"] = by_name(kept_tensors(drift.inner, torch.clone), parameters_of(drift.inner))
         return found
 
     def misfit(self, given: StateDict) -> str:
@@ -382,11 +358,10 @@ class StrandCheckpoint(Checkpoint):
         return ""
 
     def _check(self, given: StateDict, common: Common) -> None:
-        state, drift = self._state, self._drift
+        state = self._state
         if [(list(shape), dtype) for shape, dtype in common.parameters] != self._described:
             raise ValueError("the checkpoint is of other parameters than this model's")
-        if (common.inner is None) != (drift is None):
-            raise ValueError("the checkpoint is of a run with outer=, and this one is without, or the other way round")
+        self._check_inner(given, common.inner)
         if (common.scheduler is None) != (state.scheduler is None):
             raise ValueError("the checkpoint has a scheduler and this optimizer has none, or the other way round")
         known = {} if state.scheduler is None else state.scheduler.state_dict()
@@ -401,37 +376,123 @@ class StrandCheckpoint(Checkpoint):
             if any(not _is_like(pieces.get(str(number)), mine) for number, mine in enumerate(part.parameters)):
                 raise ValueError(f"strand {strand} is not in the state, or of another shape or dtype than here")
             kept_in(saved.get("statistics", {}), common.stepped)
-        if drift is not None and common.inner is not None:
-            options_of(common.inner, drift.inner)
-            kept_in(given.get("inner", {}), common.inner)
+
+    def _check_inner(self, given: StateDict, inner: Rest | None) -> None:
+        if inner is not None:
+            raise ValueError(OTHER_OUTER)
 
     @torch.no_grad()
     def load(self, given: StateDict) -> None:
         """Continue from this rank's part. All ranks call this at once, after `misfit` was "" at all of them."""
-        state, strands, drift = self._state, self._strands, self._drift
-        common = common_in(given, len(strands.carriers))
-        with state.locked():
-            kept: Kept = {}
-            for strand, places in zip(strands.mine, strands.numbers, strict=True):
-                saved = given[f"strand {strand}"]
-                of_strand = kept_in(saved["statistics"], common.stepped)
-                for number, place in enumerate(places):
-                    state.parameters[place].copy_(saved["parameters"][str(number)])
-                    kept[place] = of_strand.get(number, {})
-            load_exactly(state.optimizer, kept, options_of(common.stepped, state.optimizer))
-            if state.scheduler is not None and common.scheduler is not None:
-                mine = state.scheduler.state_dict()
-                saved = {name: restored(value, mine[name], name) for name, value in common.scheduler.items()}
-                state.scheduler.load_state_dict(mine | saved)
-            for number, tensor in enumerate([] if strands.rank else state.extra_tensors):
-                tensor.copy_(given["extra tensors"][str(number)])
-            if drift is not None and common.inner is not None:
-                strands.gather_parameters()  # the user loads the model itself
-                load_exactly(drift.inner, kept_in(given["inner"], common.inner), options_of(common.inner, drift.inner))
-                _rewind(drift)
-                anchors = [anchor.detach().clone() for anchor in state.stepped]
-                drift.load_state_dict({"anchor": anchors, "samples": common.samples, "steps": common.steps})
+        common = common_in(given, len(self._strands.carriers))
+        with self._state.locked():
+            self._load(given, common)
             self._settle(common.epoch, common.names)
+
+    def _load(self, given: StateDict, common: Common) -> None:
+        state, strands = self._state, self._strands
+        kept: Kept = {}
+        for strand, places in zip(strands.mine, strands.numbers, strict=True):
+            saved = given[f"strand {strand}"]
+            of_strand = kept_in(saved["statistics"], common.stepped)
+            for number, place in enumerate(places):
+                state.parameters[place].copy_(saved["parameters"][str(number)])
+                kept[place] = of_strand.get(number, {})
+        load_exactly(state.optimizer, kept, options_of(common.stepped, state.optimizer))
+        if state.scheduler is not None and common.scheduler is not None:
+            mine = state.scheduler.state_dict()
+            saved = {name: restored(value, mine[name], name) for name, value in common.scheduler.items()}
+            state.scheduler.load_state_dict(mine | saved)
+        for number, tensor in enumerate([] if strands.rank else state.extra_tensors):
+            tensor.copy_(given["extra tensors"][str(number)])
+
+
+class OuterCheckpoint(StrandCheckpoint):
+    """The same with an outer optimizer: it steps this rank's strands of the anchors, which the state has then.
+
+    Args:
+        state, strands: see `StrandCheckpoint`.
+        drift: how far the model is from the anchors.
+    """
+
+    def __init__(self, state: State, strands: Strands, drift: Drift) -> None:
+        super().__init__(state, strands)
+        self._drift = drift
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._drift.inner, *super()._optimizers]
+
+    @property
+    def _placed(self) -> Placed:
+        return Placed(self._strands.group, parameters_of(self._drift.inner))
+
+    def state_dict(self) -> StateDict:
+        """See `Checkpoint`."""
+        state, drift, stepped = self._state, self._drift, self._gathered()
+        inner = gathered(self._placed, drift.inner, parameters_of(drift.inner))
+        anchors = self._strands.collect({n: p.detach() for n, p in enumerate(state.parameters) if p.requires_grad})
+        if not inner:
+            return {}
+        stepped = after_saving(state.optimizer, stepped)
+        found = self._named(after_saving(drift.inner, inner))
+        found["shoal"]["outer"] = stepped
+        found["shoal"]["drift"] = {**drift.state_dict(), "anchor": list(anchors.values()), "residuals": []}
+        return found
+
+    def _given(self, own: StateDict, ours: Mapping[str, Any]) -> list[StateDict]:
+        return [own, ours["outer"]] if "drift" in ours else [own]
+
+    def _scatter(self, whole: WholeState) -> None:
+        state, strands, drift = self._state, self._strands, self._drift
+        scatter(self._placed, drift.inner, whole.given[0])
+        self._rewind()
+        for anchor, piece in zip(state.parameters, strands.pieces, strict=True):
+            anchor.copy_(piece)
+        moved = None if whole.drift is None else {name: whole.drift[name] for name in ("samples", "steps")}
+        moved = shared_by_all(strands.group, moved)
+        if moved is None:
+            state.optimizer.state.clear()
+            drift.reset()
+            drift.forget_residuals()
+            return
+        scatter(strands, state.optimizer, whole.given[1])
+        anchors = {n: like for n, like in enumerate(state.described) if like.requires_grad}
+        if whole.drift is not None:
+            each = zip(anchors.items(), whole.drift["anchor"], strict=True)
+            anchors = {number: anchor.to("cpu", like.dtype) for (number, like), anchor in each}
+        anchors = strands.deal(anchors)
+        drift.load_state_dict({**moved, "anchor": [anchors[place] for place in sorted(anchors)]})
+
+    def _rewind(self) -> None:
+        if self._drift.schedule is not None:
+            self._drift.schedule.rewind()
+
+    def _common(self) -> Common:
+        drift = self._drift
+        inner, moved = rest_of(drift.inner, parameters_of(drift.inner)), drift.state_dict()
+        return replace(super()._common(), inner=inner, samples=moved["samples"], steps=moved["steps"])
+
+    def save(self, common: bytes) -> StateDict:
+        """See `StrandCheckpoint`."""
+        inner = self._drift.inner
+        return super().save(common) | {"inner": by_name(kept_tensors(inner, torch.clone), parameters_of(inner))}
+
+    def _check_inner(self, given: StateDict, inner: Rest | None) -> None:
+        if inner is None:
+            raise ValueError(OTHER_OUTER)
+        options_of(inner, self._drift.inner)
+        kept_in(given.get("inner", {}), inner)
+
+    def _load(self, given: StateDict, common: Common) -> None:
+        super()._load(given, common)
+        drift, inner = self._drift, common.inner
+        assert inner is not None  # see `_check_inner`
+        self._strands.gather_parameters()  # the user loads the model itself
+        load_exactly(drift.inner, kept_in(given["inner"], inner), options_of(inner, drift.inner))
+        self._rewind()
+        anchors = [anchor.detach().clone() for anchor in self._state.stepped]
+        drift.load_state_dict({"anchor": anchors, "samples": common.samples, "steps": common.steps})
 
 
 # -- between the pieces of all ranks and whole tensors at rank 0
@@ -556,11 +617,6 @@ def check_fits(state: StateDict, groups: Sequence[dict[str, Any]], model: Sequen
 
 
 # -- what a checkpoint of `torch.distributed` has
-
-
-def _rewind(drift: Drift) -> None:
-    if drift.schedule is not None:
-        drift.schedule.rewind()
 
 
 def _key_of_common(strands: int) -> str:

@@ -14,7 +14,7 @@ from shoal.dht.dht import DHT
 from shoal.flat import Shown
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.alike import check_steps_pieces
-from shoal.optim.checkpoint import Checkpoint, OwnCheckpoint, StrandCheckpoint
+from shoal.optim.checkpoint import Checkpoint, OuterCheckpoint, OwnCheckpoint, StrandCheckpoint
 from shoal.optim.division import Undivided
 from shoal.optim.drift import Anchors, Drift, Inner, fragments_of
 from shoal.optim.epoch import Background
@@ -189,7 +189,7 @@ def _of_strands(
 def make_checkpoint(state: State, work: Work, shards: Shards) -> Checkpoint:
     """Make what saves and loads the state."""
     if isinstance(shards, Strands):
-        return StrandCheckpoint(state, shards, work if isinstance(work, Drift) else None)
+        return OuterCheckpoint(state, shards, work) if isinstance(work, Drift) else StrandCheckpoint(state, shards)
     return OwnCheckpoint(state, work)
 
 
