@@ -63,10 +63,11 @@ def test_groups_that_are_set_count_and_other_parameters_are_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("strands", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_closures_have_the_loss_of_all_ranks_or_are_refused_at_all(tmp_path: Path, strands: int) -> None:
-    for epoch, alike, again, as_before, early, unmoved in found_by("closures", 2, tmp_path, strands):
+    for rank, (epoch, alike, again, as_before, early, unmoved) in enumerate(found_by("closures", 2, tmp_path, strands)):
         assert (epoch, alike, as_before, unmoved) == (3, True, "True", "True")
         assert "Twice calls its closure a second time" in again
-        assert again.startswith("ClosureCalledAgain")
+        only_of_rank_0 = strands == 1 and rank > 0  # which has no optimizer that steps
+        assert again.startswith("ClusterError: rank 0 " if only_of_rank_0 else "ClosureCalledAgain")
         assert "with cluster= or grad_scaler=, step has called the closure before" in early
 
 
@@ -86,11 +87,10 @@ def test_what_one_rank_can_not_load_is_loaded_by_none(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_state_for_which_one_rank_has_no_memory_is_loaded_by_none(tmp_path: Path) -> None:
-    for rank, (first, second, loaded) in enumerate(found_by("no_memory", 2, tmp_path, 4)):
+    for first, second, loaded in found_by("no_memory", 2, tmp_path, 4):
         for culprit, (error, same, epoch) in enumerate((first, second)):
             assert (same, epoch) == (True, 0)
-            assert ("ClusterError" if rank else "NoMemoryForState") in error
-            assert f"rank {culprit}" in error.partition("there is no memory for")[0]
+            assert error.startswith(f"NoMemoryForState: rank {culprit} ")
             assert "there is no memory for the state that this peer would load" in error
         assert loaded == ["", True, 3]
 
