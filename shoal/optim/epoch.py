@@ -324,15 +324,15 @@ class Epoch:
     def _where_to(self) -> Next:
         """At rank 0: what the run asks of this peer, after it has followed the newest pin as far as it can without a
         download."""
-        while (pin := self._pilot.pin_due(self._standing())) is not None:
+        while (pin := self._pilot.pin_due(at := self._standing())) is not None:
             if self.is_busy:
                 self.take_result(wait=True)
-            elif (tip := self._pilot.name_after(pin, self._standing())) is not None:
+            elif (tip := self._pilot.name_after(pin, at)) is not None:
                 self._name(tip)
                 self._pilot.follow(tip)
             elif not self._recall(pin):
-                return self._pilot.without(pin, self._standing())
-        return self._pilot.next(self._standing())
+                return self._pilot.without(pin, at)
+        return self._pilot.next(at)
 
     def _name(self, tip: Tip) -> None:
         """The owner has pinned a state that leads to this one, which has this name now."""
