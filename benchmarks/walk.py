@@ -158,7 +158,7 @@ def column(rooms: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def table_of(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """A markdown table; rows are those of the last column."""
+    """A markdown table with the rows of the last column. Older columns may lack some of them."""
     rows = list(columns.values())[-1]
     lines = [["", *columns], ["---", *["---:"] * len(columns)]]
     lines += [[row, *(cells.get(row, "") for cells in columns.values())] for row in rows]

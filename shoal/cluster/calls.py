@@ -142,7 +142,7 @@ class Led(Call):
         future.add_done_callback(lambda _: self._ties.wake())
         try:
             yield future
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the others must hear that this wait is over; raised again
             if self._wait is not None:
                 self._end_wait()
             raise

@@ -282,7 +282,7 @@ class Strands:
         ]
 
     def described_names(self, names: Sequence[str]) -> list[str]:
-        """The names of the model's parameters, given those of the pieces."""
+        """The names of the model's parameters, made from the names of their pieces."""
         return [name.rpartition("[")[0] for name in self.divided(names)[0]] if names else []
 
     def described_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,21 +17,13 @@ from shoal.cluster import calls
 from shoal.cluster.question import Question
 from shoal.cluster.team import Gang
 from shoal.cluster.ties import ClusterError
-from tests.cluster.threads import HANGS_AFTER, at_ranks, gang_of
+from tests.cluster.threads import HANGS_AFTER, at_ranks, gang_of, threads_take_turns_often  # noqa: F401
 from tests.soaked import only_in_soak
 
 VALUES: Question[int, list[int]] = Question("values", int, list[int])
 SUM = Question("sum", int, int)
 TOLD = Question("told", NoneType, int)
 MOST_SECONDS = 0.001  # of a delay
-
-
-@pytest.fixture(autouse=True)
-def threads_take_turns_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import pytest
 
 from shoal.cluster.team import Gang, Team
 from shoal.cluster.ties import Ties
 
 HANGS_AFTER = 60.0  # seconds; everything here takes milliseconds
+
+
+@pytest.fixture(autouse=True)
+def threads_take_turns_often() -> Iterator[None]:
+    """For the files that import it: a thread may be interrupted between any two lines."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,20 +15,12 @@ from torch import Tensor
 import shoal
 from shoal.cluster.team import Team
 from shoal.cluster.ties import ClusterError
-from tests.cluster.threads import gang_of
+from tests.cluster.threads import gang_of, threads_take_turns_often  # noqa: F401
 from tests.optim.in_memory import Rank, World, in_threads
 from tests.soaked import only_in_soak
 
 PEERS, EPOCHS = 2, 4
 START = [[1.0] * 3, [0.5] * 4]  # the parameters at rank 0
-
-
-@pytest.fixture(autouse=True)
-def threads_take_turns_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 def gradients(peer: int, step: int, *, of_model: bool = True) -> Callable[[Tensor], Tensor]:
