@@ -246,8 +246,7 @@ class Epoch:
         return ending is not None and ending.result.done()
 
     def _standing(self) -> Standing:
-        work, state = self._work, self._state
-        return Standing(state.tip, state.line, work.progress, work.samples, work.has_its_part, self.is_busy)
+        return Standing(self._state.tip, self._state.line, self.is_busy)
 
     @property
     def is_behind(self) -> bool:
@@ -261,11 +260,11 @@ class Epoch:
             Rejected: if the run has other terms.
         """
         if self._team.decided(MAY_END, lambda _: not self.is_behind):
-            self._enter()
+            self._rounds.enter(self._is_called)
         self._team.at_first(lambda: self._pilot.begin())
 
-    def _enter(self) -> None:
-        self._rounds.enter(lambda: self._pilot.is_called(self._state.tip))
+    def _is_called(self) -> bool:
+        return self._pilot.is_called(self._state.tip)
 
     # -- within an epoch
 
@@ -318,7 +317,7 @@ class Epoch:
             self._add(Batch.of_ranks(turn.samples, turn.loss))
 
     def _add(self, batch: Batch) -> None:
-        self._enter()
+        self._rounds.enter(self._is_called)
         self._work.add(batch)
 
     def _where_to(self) -> Next:
@@ -354,7 +353,8 @@ class Epoch:
             self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
             if self._has_failed:
                 return Next.GO_ON  # the next step tries again
-        return self._pilot.count(self._standing())
+        work = self._work
+        return self._pilot.count(self._state.tip, work.progress, work.samples, has_its_part=work.has_its_part)
 
     @property
     def _has_failed(self) -> bool:
@@ -600,18 +600,14 @@ class Epoch:
         self._work.apply(used=ended.used, is_accumulating=is_accumulating)
         self.applied = ended.tip
         self._count_from(ended.tip)
-        self._team.at_first(self._tell_end)
+        self._team.at_first(lambda: self._tell_end(ended))
 
-    def _tell_end(self) -> None:
+    def _tell_end(self, ended: Ended) -> None:
         self._look_at_state()
-        state = self._state
-        self._pilot.ended(
-            self.digest,
-            whole=state.is_averaged_whole,
-            step_seconds=self._step_seconds,
-            norm=state.grad_norm,
-            cost=self._rounds.cost,
-        )
+        state, pilot = self._state, self._pilot
+        if ended.with_state:
+            pilot.machine.has_averaged_state(ended.tip.epoch, whole=state.is_averaged_whole)
+        pilot.ended(self.digest, step_seconds=self._step_seconds, norm=state.grad_norm, cost=self._rounds.cost)
 
     def _look_at_state(self) -> None:
         """Tell once if something in this peer's state can't be sent to newcomers."""
@@ -1118,7 +1114,7 @@ class Epoch:
         self._work.restart(keeps=keeps)
         self.applied = self._counted_from = tip
         self._work.begin(tip.epoch)
-        self._enter()
+        self._rounds.enter(self._is_called)
         self._team.at_first(lambda: self._pilot.begin_again(tip))
 
     # -- an auxiliary peer

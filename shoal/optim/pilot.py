@@ -45,24 +45,17 @@ Open = Callable[[Begin, SendTo, Fault], BytesExchange]
 LONGEST_REST = 600.0  # seconds after which a newcomer that does not fit into the run asks again at the latest
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True, gc=False):
     """Where this peer stands in the run.
 
     Attributes:
         tip: the name of its state.
         line: the lineages behind its state.
-        progress: its progress in this epoch: inner steps if they are counted, else samples.
-        samples: the samples that it has accumulated in this epoch.
-        has_its_part: whether inner steps are counted and it has made its own.
         is_busy: whether the end of an epoch is under way in the background, or not applied yet.
     """
 
     tip: Tip
     line: Line
-    progress: float = 0.0
-    samples: float = 0.0
-    has_its_part: bool = False
     is_busy: bool = False
 
 
@@ -269,32 +262,34 @@ class Pilot:
         is_suspected = self.hidden.rests(time.monotonic()) and bool(self.run.donors())
         return not at.is_busy and (is_suspected or self.run.swarm.rests(at.tip))
 
-    def count(self, at: Standing) -> Next:
+    def count(self, tip: Tip, progress: float, samples: float, *, has_its_part: bool = False) -> Next:
         """What this peer does after it has used a batch: report its progress, and wait if that saves samples.
+
+        Args:
+            tip: the name of its state.
+            progress: its progress in this epoch: inner steps if they are counted, else samples.
+            samples: the samples that it has accumulated in this epoch.
+            has_its_part: whether inner steps are counted and it has made its own. Then it waits for those of the
+                others, once in an epoch, at most for `matchmaking_time`.
 
         Raises:
             Rejected: if the run has other terms.
         """
         try:
-            self.tracker.report(at.progress, behind=at.samples)
+            self.tracker.report(progress, behind=samples)
         except Behind as error:
             log.info("%s", error)
             return Next.LATE
-        self._wait_for_the_slower(at)
+        if has_its_part and self._waited_at != tip and not self.is_due:
+            self._waited_at = tip
+            with self.paused():
+                self.run.wait_for_round(tip, self._settings.matchmaking_time)
         return Next.END if self.is_due else Next.GO_ON
 
     @property
     def is_due(self) -> bool:
         """Whether the round of the epoch is due."""
         return self.tracker.ready_to_update_epoch
-
-    def _wait_for_the_slower(self, at: Standing) -> None:
-        """Wait for the inner steps of the others, once in an epoch, at most for `matchmaking_time`. A peer does so if
-        inner steps are counted and it has made its own."""
-        if at.has_its_part and self._waited_at != at.tip and not self.is_due:
-            self._waited_at = at.tip
-            with self.paused():
-                self.run.wait_for_round(at.tip, self._settings.matchmaking_time)
 
     def may_close(self, at: Standing, counted_from: Tip) -> bool:
         """Whether the round of this epoch is called, and nothing keeps this peer from it."""
@@ -627,12 +622,11 @@ class Pilot:
         """This peer's state has another tip than before."""
         self.run.tell_state_changed()
 
-    def ended(self, digest: bytes, *, whole: bool, step_seconds: float, norm: float | None, cost: Cost) -> None:
+    def ended(self, digest: bytes, *, step_seconds: float, norm: float | None, cost: Cost) -> None:
         """This peer has applied the step that ends an epoch.
 
         Args:
             digest: the hash of the state.
-            whole: whether an average of the state includes everything on which a step depends.
             step_seconds: the time of the step.
             norm: the norm of the average; None if it was not measured.
             cost: of the rounds before the round of the run.
@@ -640,11 +634,9 @@ class Pilot:
         outcome = self.averaged.outcome
         members = [] if outcome is None else outcome.begin.members
         self._made_with = frozenset(member.key for member in members) - {self.me}
-        if outcome is None:
-            return
-        if outcome.begin.with_state:
-            self.machine.has_averaged_state(self.averaged.tip.epoch, whole=whole)
-        self.tell_round(digest, waiting=self.tracker.take_waited(), step_seconds=step_seconds, norm=norm, cost=cost)
+        if outcome is not None:
+            waiting = self.tracker.take_waited()
+            self.tell_round(digest, waiting=waiting, step_seconds=step_seconds, norm=norm, cost=cost)
 
     def tell_round(
         self,

@@ -6,9 +6,9 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,8 +22,7 @@ from shoal.swarm.protocol.loss import Loss
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """What one call of `Optimizer.step` brings.
 
     Attributes:
@@ -178,13 +177,15 @@ class Work(ABC):
             NotUsed: if no parameter has one.
         """
         trained, frozen = self._trained.in_backward
-        if any(grad is not None for grad in map(grad_of, frozen)):
-            raise ValueError(
-                "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; the "
-                "peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
-            )
-        if any(grad is not None for grad in map(grad_of, trained)):
-            return
+        for parameter in frozen:
+            if grad_of(parameter) is not None:
+                raise ValueError(
+                    "a parameter that was frozen (requires_grad=False) when the optimizer was made has a gradient now; "
+                    "the peers do not average it: make a new optimizer, under a new run_id, after thawing parameters"
+                )
+        for parameter in trained:
+            if grad_of(parameter) is not None:
+                return
         self._trained.check()  # modules may have other parameters now
         if not self._warned:
             self._warned = True

@@ -226,29 +226,29 @@ def test_a_lossy_download_has_another_machine(at: Piloted) -> None:
 
 
 def test_it_counts_and_ends_the_epoch_when_its_round_is_called(at: Piloted) -> None:
-    assert at.pilot.count(standing(progress=3.0, samples=24.0)) is Next.GO_ON
+    assert at.pilot.count(FIRST, 3.0, 24.0) is Next.GO_ON
     assert at.tracker.reports == [(3.0, 24.0)]
     at.tracker.ready_to_update_epoch = True
-    assert at.pilot.count(standing()) is Next.END
+    assert at.pilot.count(FIRST, 0.0, 0.0) is Next.END
     assert at.pilot.is_due
     at.tracker.error = Behind("others are at epoch 5")
-    assert at.pilot.count(standing()) is Next.LATE
+    assert at.pilot.count(FIRST, 0.0, 0.0) is Next.LATE
     at.tracker.error = Rejected("other terms")
     with pytest.raises(Rejected):
-        at.pilot.count(standing())
+        at.pilot.count(FIRST, 0.0, 0.0)
 
 
 def test_it_waits_once_an_epoch_for_the_inner_steps_of_others(at: Piloted) -> None:
-    at.pilot.count(standing(has_its_part=False))
+    at.pilot.count(FIRST, 0.0, 0.0)
     assert at.run.done == []
     for _ in range(3):
-        at.pilot.count(standing(has_its_part=True))
+        at.pilot.count(FIRST, 0.0, 0.0, has_its_part=True)
     assert at.run.done == [("wait for round", FIRST)]
     assert at.tracker.pauses == 1, "that is no time of training"
-    at.pilot.count(standing(SECOND, has_its_part=True))
+    at.pilot.count(SECOND, 0.0, 0.0, has_its_part=True)
     assert at.run.done[-1] == ("wait for round", SECOND)
     at.tracker.ready_to_update_epoch = True
-    at.pilot.count(standing(GENESIS, has_its_part=True))
+    at.pilot.count(GENESIS, 0.0, 0.0, has_its_part=True)
     assert len(at.run.done) == 2
 
 
@@ -513,7 +513,7 @@ def test_the_report_of_an_epoch(at: Piloted) -> None:
     outcome = outcome_of(FIRST)
     at.run.outcomes = [outcome]
     joined(at)
-    at.pilot.ended(b"d" * 32, whole=False, step_seconds=0.25, norm=3.0, cost=Cost(1000, 2000, 4.0))
+    at.pilot.ended(b"d" * 32, step_seconds=0.25, norm=3.0, cost=Cost(1000, 2000, 4.0))
     (report,) = at.events
     assert report == EpochReport(
         epoch=2,
@@ -537,7 +537,7 @@ def test_the_report_of_an_epoch(at: Piloted) -> None:
 def test_alone_there_is_no_report(at: Piloted) -> None:
     at.run.outcomes = [Unusable("nobody answers")]
     joined(at)
-    at.pilot.ended(b"d" * 32, whole=False, step_seconds=0.25, norm=None, cost=Cost())
+    at.pilot.ended(b"d" * 32, step_seconds=0.25, norm=None, cost=Cost())
     assert at.events == []
 
 
@@ -545,7 +545,7 @@ def test_an_averaged_state_ends_a_lossy_one(at: Piloted) -> None:
     at.pilot.arrived(FIRST, [], whole=True, lossy=True)
     at.run.outcomes = [outcome_of(FIRST, with_state=True)]
     joined(at)
-    at.pilot.ended(b"d" * 32, whole=False, step_seconds=0.0, norm=None, cost=Cost())
+    at.pilot.ended(b"d" * 32, step_seconds=0.0, norm=None, cost=Cost())
     assert at.machine.name == "cpu"
 
 
