@@ -29,6 +29,7 @@ class Whole:
         params: the same with whole parameters in place of sharded ones, for the optimizer of rank 0. At other ranks the
             whole parameters have no memory.
         given: the parameters as they were given.
+        gathers_alone: whether gathering needs no collective, because no parameter is sharded.
         model: the model's parameters, in order.
         of: by the id of a parameter in `params`: the model's parameter.
     """
@@ -47,6 +48,9 @@ class Whole:
             self.params = [{**group, "params": self._each(group["params"])} for group in given]
         else:
             self.params = self._each(given)
+        pairs = zip(self.model, self._whole, strict=True)
+        self._sharded = [(parameter, whole) for parameter, whole in pairs if isinstance(parameter, DTensor)]
+        self.gathers_alone = not self._sharded
 
     def _each(self, params: Any) -> list[Any]:
         return [self._one(item) for item in ([params] if isinstance(params, Tensor) else params)]
@@ -69,11 +73,6 @@ class Whole:
         kept = found.clone() if self._is_first else torch.empty_like(found, device="meta")
         return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
-    @property
-    def gathers_alone(self) -> bool:
-        """Whether gathering needs no collective, because no parameter is sharded."""
-        return not any(isinstance(parameter, DTensor) for parameter in self.model)
-
     def gather_for_step(self) -> None:
         """Gather the gradients. In the first step, gather the parameters before, because the user may have loaded them
         since they were first gathered."""
@@ -85,19 +84,17 @@ class Whole:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Gather the gradients of sharded parameters into the whole parameters at rank 0."""
-        for parameter, whole in zip(self.model, self._whole, strict=True):
-            if isinstance(parameter, DTensor):
-                gradient = None if parameter.grad is None else full(parameter.grad)
-                whole.grad = gradient if self._is_first else None
+        for parameter, whole in self._sharded:
+            gradient = None if parameter.grad is None else full(parameter.grad)
+            whole.grad = gradient if self._is_first else None
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Set the whole parameters at rank 0 to the values of the model, which the user may have loaded."""
-        for parameter, whole in zip(self.model, self._whole, strict=True):
-            if isinstance(parameter, DTensor):
-                found = parameter.full_tensor()
-                if self._is_first:
-                    whole.copy_(found)
+        for parameter, whole in self._sharded:
+            found = parameter.full_tensor()
+            if self._is_first:
+                whole.copy_(found)
 
     @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
@@ -121,7 +118,7 @@ class Whole:
     @property
     def gradients(self) -> bytes:
         """Which of the sharded parameters have a gradient, as bits."""
-        flags = [parameter.grad is not None for parameter in self.model if isinstance(parameter, DTensor)]
+        flags = [parameter.grad is not None for parameter, _ in self._sharded]
         return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
 
     def clear(self, set_to_none: bool) -> None:

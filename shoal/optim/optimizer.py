@@ -566,9 +566,8 @@ class Optimizer(ShowsGroups):
         ranks, given = self._ranks, None if closure is None else Closure(closure)
         with self._team.call("step"):
             self._team.at_first(self._look)
-            shown = self._shown
-            if shown is not None:
-                shown.check()
+            if self._shown is not None and not ranks.have_state:
+                self._shown.check()  # where there is a state, `Work.add` does
             samples = samples_of(self.batch_size_per_step if batch_size is None else batch_size, grad_scaler)
             if given is not None:
                 given.evaluate()

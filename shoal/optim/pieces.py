@@ -25,15 +25,12 @@ class Pieces(ABC):
     Attributes:
         placement: where the tensors are that users write to.
         model: the parameters of the model, in the order of the optimizer.
+        in_backward: the parameters that get gradients in a backward pass, and those that must not get any.
     """
 
     placement: Placement
     model: Sequence[Tensor]
-
-    @property
-    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The parameters that get gradients in a backward pass, and those that must not get any."""
-        return [p for p in self.model if p.requires_grad], [p for p in self.model if not p.requires_grad]
+    in_backward: tuple[Sequence[Tensor], Sequence[Tensor]]
 
     def name_of(self, what: int | Tensor) -> str:
         """See `Placement`."""
@@ -98,13 +95,8 @@ class Own(Pieces):
     """
 
     def __init__(self, model: Sequence[Tensor], frozen: Sequence[Tensor], placement: Placement) -> None:
-        self.model, self._frozen, self.placement = model, frozen, placement
-        self._in_backward = [p for p in model if p.requires_grad], frozen
-
-    @property
-    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """See `Pieces`."""
-        return self._in_backward
+        self.model, self.placement = model, placement
+        self.in_backward = [p for p in model if p.requires_grad], frozen
 
     def gather(self, *, anew: bool = False) -> None:
         """See `Pieces`. Parameters that were moved to other memory come back."""
@@ -125,15 +117,10 @@ class OnHost(Pieces):
 
     def __init__(self, of: Pieces, host: HostCopy, memory: FlatBuffer) -> None:
         self._of, self._host, self._memory = of, host, memory
-        self.model, self.placement = of.model, of.placement
+        self.model, self.placement, self.in_backward = of.model, of.placement, of.in_backward
         pairs = zip(host.model, memory.views(), strict=True)
         self._frozen = [(model, copy) for model, copy in pairs if not model.requires_grad]
         self._told_of_writes = False  # whether a warning has told of writes during a step in the background
-
-    @property
-    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """See `Pieces`."""
-        return self._of.in_backward
 
     def gather(self, *, anew: bool = False) -> None:
         """See `Pieces`."""
@@ -188,12 +175,13 @@ class StrandPieces(Pieces):
 
     Args:
         strands: the pieces.
-        in_backward: the parameters that get gradients in a backward pass: the pieces, or the model's.
+        model: the parameters that get gradients in a backward pass: the pieces, or the model's.
         placement: where the pieces are, or their copies.
     """
 
-    def __init__(self, strands: Cut, in_backward: Sequence[Tensor], placement: Placement) -> None:
-        self._strands, self.placement, self.model = strands, placement, in_backward
+    def __init__(self, strands: Cut, model: Sequence[Tensor], placement: Placement) -> None:
+        self._strands, self.placement, self.model = strands, placement, model
+        self.in_backward = [p for p in model if p.requires_grad], [p for p in model if not p.requires_grad]
         self._is_current = False  # whether the pieces equal the model, or are newer
 
     def gather(self, *, anew: bool = False) -> None:

@@ -326,7 +326,7 @@ class StrandRounds(Rounds):
 
     def enter(self, called: Callable[[], bool]) -> None:
         """See `Rounds`. If the others' rounds have begun, this rank gets their results."""
-        if all(averager.is_alive() for averager in self._averagers):
+        if self._averagers[0].is_alive():  # they come and go together
             return
         for averager in self._averagers:
             averager.run_in_background(await_ready=False)
