@@ -90,6 +90,11 @@ class Team(ABC):
         AttributeError."""
         return make() if self.rank == 0 else cast(T, _AtRank0())
 
+    @property
+    def me(self) -> str:
+        """The name of this rank."""
+        return self.names[self.rank]
+
     def said(self, rank: int, why: str) -> str:
         """What a rank has said, with its name if there are several."""
         return why if self.size == 1 else f"{self.names[rank]}: {why}"

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Annotated
 
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 ASK_SECONDS = 10.0  # the time that a peer may take to say which of its ranks carry which strands
 MOST = 1024  # the largest number of strands, and of ranks of a cluster
 MOST_ADDRESSES = 8  # the largest number of addresses of a rank
+MOST_TEXT = 1 << 19  # the most characters of the addresses of a cluster
 MOST_ASKED = 16  # the largest number of clusters from which strands are downloaded
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
@@ -61,8 +61,14 @@ class Carriers(msgspec.Struct, tag=2, array_like=True, frozen=True):
     numbers: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MOST)]
 
     def fits(self, strands: int) -> bool:
-        """Whether this message says for each of `strands` strands which rank carries it."""
-        return len(self.numbers) == strands and max(self.numbers) < len(self.ranks)
+        """Whether this message says for each of `strands` strands which rank carries it, and all ranks of a cluster
+        may get `MOST_ASKED` such messages in one."""
+        text = sum(len(address) for rank in self.ranks for address in rank.addresses)
+        return len(self.numbers) == strands and max(self.numbers) < len(self.ranks) and text <= MOST_TEXT
+
+    def of(self, strand: int) -> Carrier:
+        """The rank that carries a strand."""
+        return self.ranks[self.numbers[strand]]
 
 
 class Donors:
@@ -184,8 +190,8 @@ class Donors:
 
     # -- of other peers
 
-    def who_carries(self, donors: Sequence[PeerID]) -> list[list[Carrier]]:
-        """For each part of the state, the ranks that carry it. With several parts, the peers are asked.
+    def who_carries(self, donors: Sequence[PeerID]) -> list[Carriers]:
+        """Which ranks of the donors carry the parts of the state. With several parts, the donors are asked.
 
         Args:
             donors: peers of the run: single processes, or the rank 0 of each cluster.
@@ -194,7 +200,7 @@ class Donors:
             DownloadFailed: if no peer answers, with the reason of each.
         """
         if self._count == 1:
-            return [[Carrier(donor.key) for donor in donors]]
+            return [Carriers((Carrier(donor.key),), (0,)) for donor in donors]
         failed: dict[PeerID, str] = {}
 
         async def ask(donor: PeerID) -> Carriers | None:
@@ -217,12 +223,12 @@ class Donors:
         if not found:
             reasons = "; ".join(f"{donor!r}: {reason}" for donor, reason in failed.items())
             raise DownloadFailed(f"no peer says who carries its strands. {reasons or 'There was nobody to ask'}")
-        return [[said.ranks[said.numbers[part]] for said in found] for part in range(self._count)]
+        return found
 
     async def download(
         self,
         part: int,
-        carriers: Sequence[Carrier],
+        donors: Sequence[Carriers],
         timeout: float,
         wanted: Callable[[Tip], bool],
         reserve: Reserve | None = None,
@@ -231,13 +237,13 @@ class Donors:
 
         Args:
             part: the number of the part.
-            carriers: the ranks that carry it.
+            donors: from `who_carries`.
             timeout, wanted, reserve: see `download_state`.
 
         Raises:
             AveragingError: as `download_state`.
         """
-        node = self._dht.node
+        node, carriers = self._dht.node, [donor.of(part) for donor in donors]
         for carrier in carriers:
             if carrier.addresses and not node.known_addresses(carrier.peer):  # those that a peer itself tells are newer
                 node.learn(carrier.peer, _addresses_of(carrier))
@@ -253,21 +259,10 @@ class Donors:
             reserve=reserve,
         )
 
-    def fetch(
-        self,
-        part: int,
-        carriers: Sequence[Carrier],
-        timeout: float,
-        wanted: Callable[[Tip], bool],
-        reserve: Reserve | None = None,
-    ) -> Future[Downloaded]:
-        """Begin to `download` a part of a state."""
-        return self._dht.submit(self.download(part, carriers, timeout, wanted, reserve))
-
     def fetch_all(
         self,
         mine: Sequence[int],
-        carriers: Sequence[Sequence[Carrier]],
+        donors: Sequence[Carriers],
         timeout: float,
         wanted: Callable[[Tip], bool],
         known: Mapping[int, Downloaded],
@@ -276,7 +271,7 @@ class Donors:
 
         Args:
             mine: the numbers of the parts.
-            carriers: from `who_carries`.
+            donors: from `who_carries`.
             timeout, wanted: see `download_state`.
             known: parts that this rank has already, by number.
 
@@ -286,7 +281,7 @@ class Donors:
         """
         found, failed = dict(known), list[DownloadFailed]()
         missing = [part for part in mine if part not in found]
-        under_way = [self.fetch(part, carriers[part], timeout, wanted) for part in missing]
+        under_way = [self._dht.submit(self.download(part, donors, timeout, wanted)) for part in missing]
         for part, future in zip(missing, under_way, strict=True):
             try:
                 found[part] = result_of(future)

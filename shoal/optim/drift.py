@@ -236,7 +236,6 @@ class Drift(Work):
     def accumulate(self, samples: float, closure: Closure | None = None) -> None:
         """Make a step of the inner optimizer with the parameters' `.grad`, the mean over so many samples, or with those
         that `closure` leaves, see `LossSteps`."""
-        self._pieces.spread_now()
         with self.of_wrapped():
             if self._on_host or all(parameter.device.type == "cpu" for parameter in self._model):
                 pick_kernels(self.inner)
@@ -331,6 +330,10 @@ class Drift(Work):
     def settle_load(self) -> None:
         """See `Work`."""
         self._loads.settle()
+
+    def counts_as_moved(self) -> None:
+        """See `Work`. So all ranks know whether they are at the start."""
+        self._is_apart = True
 
     # -- the way into a round
 

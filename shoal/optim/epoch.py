@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
+from shoal.cluster.ties import ClusterError
 from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
@@ -166,9 +168,10 @@ class Rounded(msgspec.Struct, array_like=True, frozen=True):
 TURN = Question("batch", NoneType, Turn, may_wait=True)
 COUNT = Question("count", NoneType, Next)
 UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
+MAY_ENTER = Question("may enter rounds", NoneType, bool)
 MAY_END = Question("may end", NoneType, bool)
 MAY_BEGIN = Question("may begin rounds", NoneType, bool)
-FINITE = Question("finite", bool, list[bool])
+FINITE = Question[bool, float | None]("finite", bool, float | None)
 NAMES = Question("names of averages", bytes, list[bytes])
 ROUND = Question("round", NoneType, Rounded)
 NORMS = Question("norms", list[float], list[list[float]])
@@ -177,11 +180,15 @@ RESTS = Question("rests", NoneType, bool)
 REPLAY = Question("replay", NoneType, bool)
 TIP = Question[None, Tip | None]("tip", NoneType, Tip | None)
 PAUSE = Question("pause", NoneType, bool)
-HOOKS = Question("hooks", NoneType, NoneType)
+BEFORE_SAVING = Question("hooks before saving", NoneType, NoneType)
+PREPARED = Question("prepared to save", NoneType, NoneType)
+GIVEN = Question("given", NoneType, NoneType)
 COMMON = Question("common", bool, bytes)
 MISFITS = Question("misfits", str, list[str])
-KEEPS = Question("keeps", NoneType, Keeps)
+MOVED = Question("moved", bool, bool)
+KEEPS = Question("keeps", bool, Keeps)
 MAY_LOAD = Question("may load", NoneType, bool)
+HAS_FAILED = Question("has failed to load", NoneType, bool)
 
 
 class Epoch:
@@ -259,7 +266,7 @@ class Epoch:
         Raises:
             Rejected: if the run has other terms.
         """
-        if self._team.decided(MAY_END, lambda _: not self.is_behind):
+        if self._team.decided(MAY_ENTER, lambda _: not self.is_behind):
             self._rounds.enter(self._is_called)
         self._team.at_first(lambda: self._pilot.begin())
 
@@ -334,9 +341,22 @@ class Epoch:
         return self._pilot.next(at)
 
     def _name(self, tip: Tip) -> None:
-        """The owner has pinned a state that leads to this one, which has this name now."""
+        """The owner has pinned a state that leads to this one, which has this name now. Raises ClusterError as
+        `_check_same`."""
+        self._check_same(tip)
         self._state.tip = self.applied = tip
         self._count_from(tip)
+
+    def _check_same(self, tip: Tip) -> None:
+        """Raise ClusterError if `tip`, the name of the state at rank 0, can't be that of the state here. So it is if an
+        error has kept one of them from a step, and the script has gone on."""
+        mine = self._state.tip
+        if replace(tip, pin=mine.pin) != mine:
+            raise ClusterError(
+                f"{self._team.me} has the state of epoch {mine.epoch}, and {self._team.names[0]} that of epoch "
+                f"{tip.epoch}, because an error has ended a step of one of them: load a state at all ranks, by "
+                "load_state_dict or load_state_from_peers"
+            )
 
     def _count(self) -> Next:
         """At rank 0: report what this peer has accumulated. Returns what follows."""
@@ -481,10 +501,10 @@ class Epoch:
         self.digest = self._state.named(self._team.all(DIGESTS, self._state.state_digest))
 
     def _checked(self, samples: float, is_finite: bool) -> float:
-        """The samples behind what this rank has taken. If it is not finite at some rank, all drop it."""
-        are_finite = self._team.all(FINITE, is_finite)
-        if all(are_finite):
-            return samples
+        """The samples of rank 0 behind what each rank has taken. If that is not finite at some rank, all drop it."""
+        found = self._team.decided(FINITE, lambda each: samples if all(each) else None, is_finite)
+        if found is not None:
+            return found
         self._work.drop()
         what, then = self._work.called
         if samples:
@@ -820,11 +840,11 @@ class Epoch:
             checkpoint: saves the state.
             hooked: the `shoal.Optimizer`, whose hooks are called around those of the wrapped one.
         """
-        self._team.decided(HOOKS, lambda _: before_saving(hooked))
+        self._team.decided(BEFORE_SAVING, lambda _: before_saving(hooked))
         self.settle()
         if self._work.is_at_start and self.state is not EpochState.CLOSED:
             self.take_over()  # the model is the anchor that is saved
-        self._team.decided(HOOKS, lambda _: checkpoint.before_saving())
+        self._team.decided(PREPARED, lambda _: checkpoint.before_saving())
         state = checkpoint.state_dict()
 
         def save() -> dict[str, Any]:
@@ -850,7 +870,7 @@ class Epoch:
 
         with self._state.keeping_model(self.is_busy):  # it was loaded before, and a step may be under way
             self.take_result(wait=True)
-        self._team.decided(HOOKS, lambda _: prepare())
+        self._team.decided(GIVEN, lambda _: prepare())
         self.continue_from(load)
         self._team.at_first(lambda: checkpoint.after_loading(given))
         self._team.at_first(lambda: after_loading(hooked))
@@ -900,9 +920,12 @@ class Epoch:
             load()
             tip = self._team.decided(TIP, lambda _: self._pilot.believed(self._state.tip))
             if tip is not None and tip != self._state.tip:
+                self._check_same(tip)
                 self._state.tip = tip
             self._team.at_first(lambda: self._pilot.follow(self._state.tip))
             self._name_state()
+            if self._team.decided(MOVED, any, self._work.has_moved):
+                self._work.counts_as_moved()
             self._restart(keeps=True)
 
     def load_state(self, timeout: float) -> bool:
@@ -926,7 +949,7 @@ class Epoch:
             return has_donors and self._download(donors, timeout, to_join=False)
         except DownloadFailed as error:
             lacks_memory = isinstance(error, NoMemoryForState)
-            if self._team.decided(MAY_LOAD, lambda _: bool(self._pilot.donors()) or lacks_memory):
+            if self._team.decided(HAS_FAILED, lambda _: bool(self._pilot.donors()) or lacks_memory):
                 raise
             return False  # all peers that were asked have left meanwhile
 
@@ -1019,10 +1042,14 @@ class Epoch:
             return False
         state, work = parts[0], self._work
         tip = state.manifest.tip
-        # What this peer has done in inner steps is kept on the new state, unless that state has it already, or the
-        # owner has pinned another line of states.
-        keeps = self._team.decided(KEEPS, lambda _: Keeps(self._pilot.may_be_in(mine), tip.pin == mine.pin))
-        can_be_kept = keeps.can_be_kept and not work.was_loaded
+        # What this peer has done in inner steps is kept on the new state, unless that state has it already, the owner
+        # has pinned another line of states, or a checkpoint was loaded into the model at some rank.
+        keeps = self._team.decided(
+            KEEPS,
+            lambda loaded: Keeps(self._pilot.may_be_in(mine), tip.pin == mine.pin and not any(loaded)),
+            work.was_loaded,
+        )
+        can_be_kept = keeps.can_be_kept
         load, kept = self._transfers.make_ready(parts, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
         givers = [donor.key for donor in state.chunks_from]
         fork = self._team.at_first(lambda: self._pilot.leave(mine, tip, state.line, givers, self._keep))

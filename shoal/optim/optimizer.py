@@ -973,7 +973,7 @@ class Optimizer(ShowsGroups):
             log.warning("leaving the run took longer than %g s", timeout)
 
     def __repr__(self) -> str:
-        rank = "" if self._cluster is None else f"{self._team.names[self._team.rank]}, "
+        rank = "" if self._cluster is None else f"{self._team.me}, "
         wrapped = f", optimizer={self.optimizer!r}" if self._ranks.have_state else ""
         return f"shoal.Optimizer({rank}run_id={self.run_id!r}, epoch={self.local_epoch}{wrapped})"
 

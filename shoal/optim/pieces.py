@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -69,10 +69,7 @@ class Pieces(ABC):
     def spread(self) -> None:
         """The pieces were changed: the model gets their values, now or at the end of the call."""
 
-    def spread_now(self) -> None:  # noqa: B027 (only strands wait until the end of the call)
-        """If the pieces are newer than the model, set the model to them. A collective."""
-
-    def model_was_changed(self) -> None:  # noqa: B027
+    def model_was_changed(self) -> None:  # noqa: B027 (only strands are apart from it)
         """Inner steps have changed the model."""
 
     def set_aside(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
@@ -167,7 +164,6 @@ class Cut(Protocol):
     is_ahead: bool
 
     def gather_parameters(self) -> None: ...
-    def spread(self, more: Iterable[Tensor]) -> None: ...
 
 
 class StrandPieces(Pieces):
@@ -194,11 +190,6 @@ class StrandPieces(Pieces):
     def spread(self) -> None:
         """See `Pieces`."""
         self._strands.is_ahead = self._is_current = True
-
-    def spread_now(self) -> None:
-        """See `Pieces`."""
-        if self._strands.is_ahead:
-            self._strands.spread(())
 
     def model_was_changed(self) -> None:
         """See `Pieces`."""

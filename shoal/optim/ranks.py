@@ -27,12 +27,14 @@ class Brings(msgspec.Struct, array_like=True, frozen=True):
         loss: the loss of these, or None.
         gradients: which of its sharded parameters have a gradient, as the bits of a number.
         digest: the digest of the other gradients, if ranks compare them, else b"".
+        is_ahead: whether what it steps is newer than the model, because an error has ended the call before.
     """
 
     samples: int
     loss: Loss | None
     gradients: bytes
     digest: bytes
+    is_ahead: bool
 
 
 class Told(msgspec.Struct, array_like=True, frozen=True):
@@ -52,14 +54,15 @@ class Told(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):
-    """A step of all ranks: their samples, and the mean loss of these."""
+    """A step of all ranks: their samples, the mean loss of these, and whether a rank `is_ahead`."""
 
     samples: int
     loss: Loss | None
+    is_ahead: bool
 
 
 STEP = Question("step", Brings, Step, may_wait=True)
-REACHED = Question("reached", bool, NoneType)
+REACHED = Question("reached", bool, bool)
 TOLD = Question("told", NoneType, Told, may_wait=True)
 LOADED = Question("loaded", NoneType, bool)
 
@@ -99,8 +102,10 @@ class Ranks:
             ValueError: at all ranks, if they have different gradients.
         """
         digest = self.shards.digest() if samples and not self._is_compared else b""
-        brings = Brings(samples, loss, self.shards.gradients, digest)
+        brings = Brings(samples, loss, self.shards.gradients, digest, self.shards.is_ahead)
         step = self.team.decided(STEP, self._summed, brings)
+        if step.is_ahead:
+            self._spread()
         self._is_compared |= samples > 0
         return step
 
@@ -119,11 +124,18 @@ class Ranks:
                     "reduce the gradients before `step`"
                 )
         samples = sum(each.samples for each in brought)
-        return Step(samples, mean_of((each.loss, each.samples) for each in brought))
+        loss = mean_of((each.loss, each.samples) for each in brought)
+        return Step(samples, loss, any(each.is_ahead for each in brought))
 
     def reach(self) -> None:
         """Reach another call together."""
-        self.team.decided(REACHED, lambda _: None, True)
+        if self.team.decided(REACHED, any, self.shards.is_ahead):
+            self._spread()
+
+    def _spread(self) -> None:
+        """The model gets at all ranks what is stepped."""
+        with self.team.collectives():
+            self.shards.spread(self._extras)
 
     def gather(self, gather: Callable[[], object]) -> None:
         """Gather something from the model at all ranks, which have reached the call."""
@@ -161,8 +173,7 @@ class Ranks:
 
         told = self.team.decided(TOLD, lambda _: self._told(tip(), groups, moves, value), then=follow)
         if told.is_changed:
-            with self.team.collectives():
-                self.shards.spread(self._extras)
+            self._spread()
         self.tip, self._are_told = told.tip, True
         return told.value
 

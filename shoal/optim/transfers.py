@@ -49,13 +49,13 @@ class Found(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         tip: the name of the state; None if there is none.
-        carriers: for each part, the ranks of other peers that carry it.
+        donors: which of their ranks carry the parts of it.
         why: why there is none.
         is_wanted: whether one would do.
     """
 
     tip: Tip | None = None
-    carriers: list[list[Carrier]] = []
+    donors: list[Carriers] = []
     why: str = ""
     is_wanted: bool = True
 
@@ -145,10 +145,10 @@ class Transfers:
         """
         failed: list[str] = []
         for _ in range(ATTEMPTS):
-            tip, carriers, known = self._find(at, donors, timeout, to_join=to_join)
+            tip, says, known = self._find(at, donors, timeout, to_join=to_join)
             parts, fetched = list[Downloaded](), Fetched()
             try:
-                parts = self._donors.fetch_all(self._state.division.mine, carriers, timeout, tip.is_state_of, known)
+                parts = self._donors.fetch_all(self._state.division.mine, says, timeout, tip.is_state_of, known)
             except DownloadFailed as error:
                 fetched = Fetched(str(error), isinstance(error, NoMemoryForState))
             answers = self._team.all(FETCHED, fetched)
@@ -161,12 +161,11 @@ class Transfers:
 
     def _find(
         self, at: Standing, donors: Sequence[PeerID], timeout: float, *, to_join: bool
-    ) -> tuple[Tip, list[list[Carrier]], dict[int, Downloaded]]:
+    ) -> tuple[Tip, list[Carriers], dict[int, Downloaded]]:
         """Download the first part of the state that most donors hold, at rank 0.
 
         Returns:
-            The name of the state; for each part, the ranks of other peers that carry it; and the first part, by its
-            number.
+            The name of the state, which ranks of the donors carry its parts, and the first part, by its number.
         """
         known: dict[int, Downloaded] = {}
         failed: AveragingError | None = None
@@ -175,15 +174,15 @@ class Transfers:
             nonlocal failed
             run = self._pilot.run
             try:
-                carriers = self._donors.who_carries(donors)
+                says = self._donors.who_carries(donors)
                 reserve = None if run.swarm.loading is None else run.swarm.reserve
                 wanted = self._pilot.wanted(at)
-                begin = partial(self._donors.download, 0, carriers[0], timeout, wanted, reserve)
+                begin = partial(self._donors.download, 0, says, timeout, wanted, reserve)
                 known[0] = run.download(donors, begin, to_join=to_join)
             except AveragingError as error:
                 failed = error
                 return Found(why=str(error), is_wanted=not isinstance(error, NothingWanted))
-            return Found(known[0].manifest.tip, carriers)
+            return Found(known[0].manifest.tip, says)
 
         found = self._team.decided(FIND, lambda _: find())
         try:
@@ -191,7 +190,7 @@ class Transfers:
                 raise failed or (DownloadFailed if found.is_wanted else NothingWanted)(found.why)
         finally:
             failed = None  # it would keep this call's objects
-        return found.tip, found.carriers, known
+        return found.tip, found.donors, known
 
     def make_ready(
         self, state: Sequence[Downloaded], *, copies: bool

@@ -223,6 +223,9 @@ class Work(ABC):
     def settle_load(self) -> None:  # noqa: B027
         """What was loaded into the model belongs to the state now."""
 
+    def counts_as_moved(self) -> None:  # noqa: B027
+        """With the state that was loaded, the model of some rank `has_moved`."""
+
     # -- into a round
 
     @abstractmethod

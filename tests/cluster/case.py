@@ -37,8 +37,8 @@ def made(model: nn.Module, **given: Any) -> Any:
     """The optimizer of this rank, in a run of its own."""
     dht = shoal.DHT(given.pop("peers", ()), start=True) if RANK == 0 or STRANDS > 1 else None
     usual = {"params": model.parameters(), "optimizer": sgd, "batch_size_per_step": 4}
-    usual["cluster"] = shoal.Cluster(strands=STRANDS)
-    return shoal.Optimizer(dht=dht, run_id="r", target_batch_size=4 * SIZE, **{**usual, **given})
+    usual |= {"cluster": shoal.Cluster(strands=STRANDS), "target_batch_size": 4 * SIZE}
+    return shoal.Optimizer(dht=dht, run_id="r", **{**usual, **given})
 
 
 def values(model: nn.Module) -> list[Any]:
@@ -234,6 +234,72 @@ def errors() -> Any:
     return [found, optimizer.local_epoch]
 
 
+def after_the_step() -> Any:
+    """A callback of the user at rank 0 raises once, when the end of an epoch was applied and no model has it yet."""
+    model = layers()
+    net = DistributedDataParallel(model)
+    optimizer = made(model, target_batch_size=None, outer=shoal.DiLoCo(inner_steps=2))
+    left = [spill] if RANK == 0 else []
+    optimizer.on_event = lambda event: left.pop()() if left else None
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(net)
+        found.append(error_of(optimizer.step))
+    return [found, optimizer.local_epoch, values(model)]
+
+
+def lagging() -> Any:
+    """The optimizer's step fails once at the last rank alone, and all go on; then they load a state."""
+    model, fails = layers(), [RANK == SIZE - 1]
+
+    class Failing(torch.optim.SGD):
+        element_wise = True
+
+        def step(self, closure: Any = None) -> Any:
+            if fails.pop() if fails else False:
+                raise ValueError("spilt coffee")
+            return super().step(closure)
+
+    optimizer = made(model, optimizer=lambda params: Failing(params, lr=0.1, momentum=0.9))
+    saved, found = optimizer.state_dict(), []
+    for _ in range(3):
+        backward(model)
+        found.append(error_of(optimizer.step))
+    optimizer.load_state_dict(saved)
+    backward(model)
+    found.append(error_of(optimizer.step))
+    return [found, optimizer.local_epoch, values(model)]
+
+
+class Scaled(nn.Module):
+    """Of its scale, one strand has all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = layers(), nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.layers(inputs) * self.scale
+
+
+def one_element() -> Any:
+    """What the user writes before a load concerns the strands of one rank only."""
+    model = Scaled()
+    net = DistributedDataParallel(model)
+    optimizer = made(model, target_batch_size=None, outer=shoal.DiLoCo(inner_steps=2))
+    saved = optimizer.state_dict()
+    with torch.no_grad():
+        model.scale.fill_(2.0)
+    optimizer.load_state_dict(saved)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(net)
+        found.append(error_of(optimizer.step))
+    return [found, optimizer.local_epoch, values(model)]
+
+
 def other_calls() -> Any:
     """What rank 0 refuses in another call than `step` is heard, too."""
     model = layers()
@@ -402,7 +468,7 @@ def closures() -> Any:
 
 CASES = [
     two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
-    unlike, late, ended, hooks, no_memory, groups_are_set, closures,
+    unlike, late, ended, hooks, no_memory, groups_are_set, closures, after_the_step, lagging, one_element,
 ]  # fmt: skip
 
 

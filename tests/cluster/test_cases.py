@@ -116,6 +116,31 @@ def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path, st
     assert "gradients of other parameters" in none_there
 
 
+def test_after_an_error_at_the_end_of_an_epoch_the_model_has_the_step(tmp_path: Path) -> None:
+    first, second = found_by("after_the_step", 2, tmp_path, 2)
+    assert first[1:] == second[1:]
+    assert first[1] == 2
+    assert first[0] == ["", "ValueError: spilt coffee", "", ""]
+    assert second[0][1].startswith("ClusterError: rank 0 ")
+    assert second[0][::2] + second[0][3:] == [""] * 3
+
+
+def test_a_rank_that_lacks_a_step_is_named_until_all_load_a_state(tmp_path: Path) -> None:
+    first, second = found_by("lagging", 2, tmp_path, 2)
+    assert first[1:] == second[1:]
+    assert first[1] == 1
+    for errors in (first[0], second[0]):
+        assert "spilt coffee" in errors[0]
+        assert all("rank 1 " in each and "has the state of epoch 0" in each for each in errors[1:3])
+        assert not errors[3]
+
+
+def test_ranks_agree_on_what_was_written_before_a_load(tmp_path: Path) -> None:
+    first, second = found_by("one_element", 2, tmp_path, 2)
+    assert first == second
+    assert first[:2] == [["", ""], 1]
+
+
 @of_both_kinds
 def test_what_rank_0_refuses_in_another_call_is_heard(tmp_path: Path, strands: int) -> None:
     first, second = found_by("other_calls", 2, tmp_path, strands)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import shoal
+from shoal.cluster.messages import Answered
+from shoal.cluster.ties import MAX_BYTES, framed
 from shoal.compression import NoCompression
-from shoal.interrupts import result_of
-from shoal.optim.donors import Carriers, Donors
+from shoal.optim.donors import MOST_ASKED, Carrier, Carriers, Donors
 from shoal.optim.state import PartState, TrainingState, for_newcomer
+from shoal.optim.transfers import Found
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.tip import Tip
@@ -35,7 +39,7 @@ class Pair:
     """The donors of one peer, and those of a newcomer."""
 
     def __init__(self, peers: list[shoal.DHT], run_id: str, count: int, **given: int) -> None:
-        self.count, self.donor_id = count, peers[0].peer_id
+        self.peers, self.count, self.donor_id = peers, count, peers[0].peer_id
         self.giver = Donors(peers[0], run_id, count, LIMIT)
         self.taker = Donors(peers[1], run_id, count, given.get("max_nbytes", LIMIT))
 
@@ -44,6 +48,10 @@ class Pair:
         self.giver.serve(range(self.count), copy, lambda: TIP, offer, **given)  # type: ignore[arg-type]
         if self.count > 1:
             self.giver.meet(Carriers((self.giver.me,), (0,) * self.count))
+
+    def first(self, carriers: Sequence[Carriers], reserve: Any = None) -> Downloaded:
+        coming = self.taker.download(0, carriers, 20.0, lambda tip: True, reserve)
+        return self.peers[1].submit(coming).result()
 
     def download(self) -> list[Downloaded]:
         carriers = self.taker.who_carries([self.donor_id])
@@ -88,13 +96,13 @@ def test_a_state_comes_in_its_parts(pair: Callable[..., Pair], count: int) -> No
     assert both.giver.asked_at == float("-inf")
     both.serve(copy_of(theirs), asked=lambda: asked.append(1))
     carriers = both.taker.who_carries([both.donor_id])
-    assert [[one.peer for one in of_part] for of_part in carriers] == [[both.donor_id]] * count
+    assert [[one.of(part).peer for one in carriers] for part in range(count)] == [[both.donor_id]] * count
 
     async def reserve(tip: Tip, holders: object, nbytes: int) -> bool:
         reserved.append(nbytes)
         return True
 
-    first = result_of(both.taker.fetch(0, carriers[0], 20.0, lambda tip: True, reserve))
+    first = both.first(carriers, reserve)
     assert (first.manifest.tip, first.line, len(reserved)) == (TIP, (TIP.lineage,), 1)
     parts = both.taker.fetch_all(range(count), carriers, 20.0, TIP.is_state_of, {0: first})
     assert parts[0] is first
@@ -105,7 +113,7 @@ def test_a_state_comes_in_its_parts(pair: Callable[..., Pair], count: int) -> No
     assert len(asked) >= 2 * count
     both.giver.stop()
     with pytest.raises(DownloadFailed):
-        result_of(both.taker.fetch(0, carriers[0], 20.0, lambda tip: True))
+        both.first(carriers)
 
 
 @pytest.mark.parametrize(("count", "part", "service"), [(1, 0, "state/{}"), (3, 2, "strand 2 of 3/{}")])
@@ -130,7 +138,7 @@ def test_who_does_not_share_says_so(pair: Callable[..., Pair]) -> None:
     both.serve(copy_of(trained(1, 1.0)), allow=False)
     carriers = both.taker.who_carries([both.donor_id])
     with pytest.raises(NothingShared):
-        result_of(both.taker.fetch(0, carriers[0], 20.0, lambda tip: True))
+        both.first(carriers)
 
 
 def test_without_all_strands_there_is_none(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +178,18 @@ def test_a_part_that_is_too_large_is_refused(pair: Callable[..., Pair]) -> None:
     both = pair(1, max_nbytes=16)
     both.serve(copy_of(trained(1, 1.0)))
     with pytest.raises(DownloadFailed, match="more than the 16 allowed here"):
-        result_of(both.taker.fetch(0, both.taker.who_carries([both.donor_id])[0], 20.0, lambda tip: True))
+        both.first(both.taker.who_carries([both.donor_id]))
 
 
 def test_a_process_alone_asks_nobody_who_carries_what(peers: list[shoal.DHT], pair: Callable[..., Pair]) -> None:
     away = PeerID(b"a" * 32)
-    assert [[one.peer for one in part] for part in pair(1).taker.who_carries([away])] == [[away]]
+    assert [each.of(0).peer for each in pair(1).taker.who_carries([away])] == [away]
+
+
+def test_what_ranks_tell_each_other_of_donors_has_a_bound() -> None:
+    """Liars may send 1,024 ranks with long addresses. What all donors say goes to all ranks in one message."""
+    long = tuple(Carrier(bytes(32), ("x" * 256,) * 2) for _ in range(1024))
+    assert Carriers(long, (0, 1)).fits(2)
+    assert not Carriers((Carrier(bytes(32), ("x",)), *long), (0, 1)).fits(2)
+    said = [Carriers(long, tuple(range(1024)))] * MOST_ASKED
+    assert len(framed(Answered(1, "step", "find a state", msgspec.msgpack.encode(Found(TIP, said))))) < MAX_BYTES

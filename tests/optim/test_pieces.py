@@ -43,7 +43,7 @@ class Made:
     of_step: Sequence[Tensor]
     memory: FlatBuffer
     placed: Sequence[Tensor]
-    are_strands: bool = False
+    cut: Strands | None = None
     host: HostCopy | None = None
     of: Pieces | None = None
 
@@ -54,7 +54,7 @@ class Made:
     @property
     def stepped(self) -> Tensor:
         """The values that are stepped, in the order of the model."""
-        if not self.are_strands:
+        if self.cut is None:
             return together(self.of_step)
         count = len(self.of_step) // 2  # the pieces of the first strand, then those of the second
         return together([each for number in range(count) for each in self.of_step[number::count]])
@@ -110,7 +110,7 @@ def strands() -> Made:
     cut = Strands(shoal.Cluster(strands=2), net.parameters())
     memory = FlatBuffer.adopt(cut.pieces)
     pieces = StrandPieces(cut, cut.pieces, Placement(cut.pieces, memory, [], []))
-    return Made(net, pieces, cut.pieces, memory, cut.pieces, are_strands=True)
+    return Made(net, pieces, cut.pieces, memory, cut.pieces, cut)
 
 
 def strands_on_host() -> Made:
@@ -119,7 +119,7 @@ def strands_on_host() -> Made:
     cut = Strands(shoal.Cluster(strands=2), net.parameters())
     host, memory, copies = host_of(cut.pieces, in_background=False)
     of = StrandPieces(cut, cut.model, Placement(host.model, host.memory, [], []))
-    return Made(net, OnHost(of, host, memory), copies, host.memory, cut.pieces, True, host, of)
+    return Made(net, OnHost(of, host, memory), copies, host.memory, cut.pieces, cut, host, of)
 
 
 KINDS: dict[str, Callable[[], Made]] = {
@@ -146,7 +146,13 @@ def spread(made: Made) -> None:
     made.pieces.spread()
     of = made.pieces if made.of is None else made.of
     of.spread()
-    of.spread_now()
+    end_call(made)
+
+
+def end_call(made: Made) -> None:
+    """As the end of a call of all ranks."""
+    if made.cut is not None and made.cut.is_ahead:
+        made.cut.spread(())
 
 
 @torch.no_grad()
@@ -193,7 +199,7 @@ def test_memory_that_was_moved_comes_back(made: Made) -> None:
     assert not made.in_memory()
     made.pieces.gather()
     assert made.in_memory()
-    assert torch.equal(together(made.placed), values) != made.are_strands, "pieces get what the model has"
+    assert torch.equal(together(made.placed), values) != (made.cut is not None), "pieces get what the model has"
 
 
 def test_only_frozen_copies_follow_on_demand(made: Made) -> None:
@@ -226,9 +232,9 @@ def test_what_was_stepped_is_newer_until_it_was_spread() -> None:
     made.pieces.spread()
     made.take()
     assert torch.equal(made.stepped, stepped)
-    made.pieces.spread_now()
+    end_call(made)
     written = write(made, 7.0)
-    made.pieces.spread_now()  # nothing is newer than the model
+    end_call(made)  # nothing is newer than the model
     assert torch.equal(made.model, written)
     made.take()
     assert torch.equal(made.stepped, written)
@@ -291,7 +297,7 @@ def test_names(made: Made) -> None:
 def test_a_parameter_that_a_module_has_replaced_is_told_of(kind: str, made: Made) -> None:
     made.pieces.check()
     made.pieces.check_groups()
-    if made.are_strands:
+    if made.cut is not None:
         made.placed[0].data = made.placed[0].detach().double()
     else:
         made.net.first.weight = nn.Parameter(torch.zeros(2, 3))

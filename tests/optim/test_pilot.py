@@ -541,14 +541,6 @@ def test_alone_there_is_no_report(at: Piloted) -> None:
     assert at.events == []
 
 
-def test_an_averaged_state_ends_a_lossy_one(at: Piloted) -> None:
-    at.pilot.arrived(FIRST, [], whole=True, lossy=True)
-    at.run.outcomes = [outcome_of(FIRST, with_state=True)]
-    joined(at)
-    at.pilot.ended(b"d" * 32, step_seconds=0.0, norm=None, cost=Cost())
-    assert at.machine.name == "cpu"
-
-
 def test_what_is_not_finite_is_a_fault_whether_it_is_told_or_not(at: Piloted, caplog: pytest.LogCaptureFixture) -> None:
     at.pilot.tell_not_finite("gradients", "it joins without them", loudly=True)
     at.pilot.tell_not_finite("gradients", "it joins without them", loudly=False)

@@ -39,6 +39,7 @@ class Plain(Pieces):
 
     def __init__(self, model: Sequence[Tensor]) -> None:
         self.model, self.done = model, list[str]()
+        self.in_backward = [p for p in model if p.requires_grad], [p for p in model if not p.requires_grad]
 
     def name_of(self, what: int | Tensor) -> str:
         return "the first layer"
