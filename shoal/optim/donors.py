@@ -279,17 +279,18 @@ class Donors:
             DownloadFailed: if one of them can't be downloaded.
             NoMemoryForState: if the reason is that there is no memory for it.
         """
-        found, failed = dict(known), list[DownloadFailed]()
+        found, failed, lacking = dict(known), list[DownloadFailed](), list[DownloadFailed]()
         missing = [part for part in mine if part not in found]
         under_way = [self._dht.submit(self.download(part, donors, timeout, wanted)) for part in missing]
         for part, future in zip(missing, under_way, strict=True):
             try:
                 found[part] = result_of(future)
+            except NoMemoryForState as error:
+                lacking.append(NoMemoryForState(f"strand {part}: {error}"))
             except AveragingError as error:
-                kind = NoMemoryForState if isinstance(error, NoMemoryForState) else DownloadFailed
-                failed.append(kind(f"strand {part}: {error}"))
-        if failed:
-            raise max(failed, key=lambda one: isinstance(one, NoMemoryForState))  # the first of its kind
+                failed.append(DownloadFailed(f"strand {part}: {error}"))
+        for why in (*lacking, *failed):
+            raise why
         return [found[part] for part in mine]
 
 

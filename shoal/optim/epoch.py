@@ -391,7 +391,7 @@ class Epoch:
     @property
     def _has_its_part(self) -> bool:
         """Whether this peer has accumulated as much as it brought to the epoch before."""
-        if self._settings.counts_steps and not self._brought:
+        if self._work.steps_per_epoch is not None and not self._brought:
             return self._work.has_its_part
         return self._work.samples >= (self._brought or self._settings.target)
 
@@ -757,13 +757,19 @@ class Epoch:
         self._pilot.wait(result)
         if self._ending is not ending:
             return None  # a signal handler that ran meanwhile has taken it, by a call of its own
-        error = result.exception()
-        failed = result.result() is None if error is None else not isinstance(error, Behind)
-        failed = failed and not ending.on_loan
-        self._ending = None
-        if self.state is not EpochState.CLOSED:
-            self.state = EpochState.FAILED if failed else EpochState.ACCUMULATING
-        return result.result()
+        has_failed = True
+        try:
+            ended = result.result()
+            has_failed = ended is None
+        except Behind:
+            has_failed = False
+            raise
+        finally:
+            self._ending = None
+            if self.state is not EpochState.CLOSED:
+                tries_again = has_failed and not ending.on_loan
+                self.state = EpochState.FAILED if tries_again else EpochState.ACCUMULATING
+        return ended
 
     def close(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for the background thread, and apply its step. If the step takes longer, a
@@ -948,7 +954,7 @@ class Epoch:
             has_donors = self._team.decided(MAY_LOAD, lambda _: bool(donors))
             return has_donors and self._download(donors, timeout, to_join=False)
         except DownloadFailed as error:
-            lacks_memory = isinstance(error, NoMemoryForState)
+            lacks_memory = error.lacks_memory
             if self._team.decided(HAS_FAILED, lambda _: bool(self._pilot.donors()) or lacks_memory):
                 raise
             return False  # all peers that were asked have left meanwhile

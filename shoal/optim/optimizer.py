@@ -331,6 +331,7 @@ class Optimizer(ShowsGroups):
         self._lending: Lending | None = None
         self._cluster = None if params is None or (cluster and cluster.size == cluster.strands == 1) else cluster
         self._team = Alone() if self._cluster is None else team_of(self._cluster.group)
+        self._has_run = self._team.rank == 0
         try:
             self._ranks = Ranks(self._team, shards_of(self._cluster, params), extras)
             with self._team.call("shoal.Optimizer"):
@@ -420,14 +421,14 @@ class Optimizer(ShowsGroups):
         return Pilot(settings, run, self.tracker, machine, type(state.wrapped).__qualname__, self._tell_event)
 
     def _make_vitals(self, pilot: Pilot) -> None:
-        settings = self._settings
+        settings, work = self._settings, self._rounds.work
+        counts_steps = work.steps_per_epoch is not None
         if not self.auxiliary:
             of_ranks = "" if self._cluster is None else "cluster="
             because = of_ranks or ("reuse_grad_buffers=True" if settings.reuse_grad_buffers else "")
-            steps = settings.counts_steps
-            self._lending = Lending(self._epoch, self._run, self._trainer, because=because, counts_steps=steps)
-        compares = self._rounds.work.shares_state and not self.auxiliary
-        self._vitals = Vitals(pilot, self._epoch, compares=compares, counts_steps=settings.counts_steps)
+            self._lending = Lending(self._epoch, self._run, self._trainer, because=because, counts_steps=counts_steps)
+        compares = work.shares_state and not self.auxiliary
+        self._vitals = Vitals(pilot, self._epoch, compares=compares, counts_steps=counts_steps)
         if settings.metrics_port is not None:
             self._metrics = MetricsServer(settings.metrics_port, self._collect)
             self.metrics_port = self._metrics.port
@@ -483,7 +484,9 @@ class Optimizer(ShowsGroups):
     def is_synchronized_with_peers(self) -> bool:
         """Whether this peer is at the newest epoch that it has heard of, or one before it. Only rank 0 of a cluster
         hears of the other peers; at other ranks, this is `is_alive`."""
-        return self.is_alive() if self._team.rank else self.local_epoch >= self.tracker.global_epoch - 1
+        if not self._has_run:
+            return self.is_alive()
+        return self.local_epoch >= self.tracker.global_epoch - 1
 
     def is_alive(self) -> bool:
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
@@ -618,7 +621,7 @@ class Optimizer(ShowsGroups):
         modes: dict[str, Mode] = {"train": "train", "eval": "eval"}
         if name in modes and "_state" in self.__dict__ and callable(getattr(self._state.wrapped, name, None)):
             return functools.partial(self._to_mode, modes[name])
-        if name in AT_RANK_0 and "_ranks" in self.__dict__ and self._team.rank:
+        if name in AT_RANK_0 and not self.__dict__.get("_has_run", True):
             raise AttributeError(f"{name} is at rank 0 of the cluster only, which is the peer of the run")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -748,7 +751,7 @@ class Optimizer(ShowsGroups):
         with self._in_trainer("state_dict"):
             # Otherwise the other ranks need not be there.
             found = self._together("state_dict", save) if self._calls_all else self._ranks.act(save)
-            return found if self._team.rank == 0 else {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
+            return found if self._has_run else {"state": {"local_epoch": self.local_epoch}, "param_groups": []}
 
     @property
     def _calls_all(self) -> bool:

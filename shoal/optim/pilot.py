@@ -455,7 +455,7 @@ class Pilot:
             except (Behind, Rejected):
                 raise
             except Unusable as error:
-                return self._alone(mine, error)
+                return self._alone(mine, error, with_options=True)
             except AveragingError as error:
                 if self.run.is_over:
                     return None
@@ -510,8 +510,12 @@ class Pilot:
             outcome.bytes_received / 1e6,
         )
 
-    def _alone(self, mine: Brought, error: AveragingError) -> Ended | None:
-        """Continue without a round, with this peer's own contribution. The swarm decides later whose state is kept."""
+    def _alone(self, mine: Brought, error: AveragingError, *, with_options: bool = False) -> Ended | None:
+        """Continue without a round, with this peer's own contribution. The swarm decides later whose state is kept.
+
+        Args:
+            with_options: this peer can't use the rounds that it begins, so it goes on with the options in its groups.
+        """
         if not mine.samples or self._least() > 1:
             why = f"min_peers={self._settings.min_peers}" if mine.samples else "this peer has no gradients of its own"
             fields = self.run.faults.add(FaultKind.TOO_FEW, f"{error}, and {why}")
@@ -523,12 +527,12 @@ class Pilot:
         if not self.run.follow(tip, after=mine.tip):
             return None
         fields = self.run.faults.add(FaultKind.ALONE, str(error))
-        is_unusable, level = isinstance(error, Unusable), logging.WARNING
-        if is_unusable:
+        what, options, level = "gradients", mine.options, logging.WARNING
+        if with_options:
+            what, options = "gradients and options", b""
             level, self._told_unusable = logging.INFO if self._told_unusable else logging.ERROR, True
-        what = "gradients and options" if is_unusable else "gradients"
         log.log(level, "no average (%s): going on with this peer's own %s", error, what, extra=fields)
-        return self._ended(Averaged(tip, None, b"" if is_unusable else mine.options, loss=mine.loss))
+        return self._ended(Averaged(tip, None, options, loss=mine.loss))
 
     def _of_other_averages(self, outcome: Outcome) -> tuple[PeerID, ...]:
         """Compare this peer's average, which it had before the round, with those of the others.

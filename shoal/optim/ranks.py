@@ -83,7 +83,7 @@ class Ranks:
 
     def __init__(self, team: Team, shards: Shards, extras: Sequence[Tensor]) -> None:
         self.team, self.shards, self._extras = team, shards, extras
-        self.have_state = shards.are_everywhere or team.rank == 0
+        self.have_state = shards.are_here
         self.tip = Tip(0, bytes(32), 0.0)
         self._are_told = False  # whether the other ranks have the parameters of that tip
         self._is_compared = False

@@ -607,6 +607,7 @@ class State(TrainingState):
         optimizer, scheduler, host = stepped
         self._settings, self.wrapped, self.users_scheduler = settings, users.optimizer, users.scheduler
         self.keeper = keeper
+        self._averaged = settings.average_opt_statistics
         self.grad_norm: float | None = None
         self._made: Snapshot | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
@@ -635,9 +636,9 @@ class State(TrainingState):
         self._not_stepped = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.frozen_pairs = list(zip(self._sent_frozen, self._not_stepped, strict=True))
         compression = settings.state_averaging_compression
-        kinds = [name for name in ("", *settings.average_opt_statistics) for _ in self.parameters]
+        kinds = [name for name in ("", *self._averaged) for _ in self.parameters]
         roles = [TensorRole.OPTIMIZER if name else TensorRole.PARAMETER for name in kinds]
-        layout = Layout.of(self.parameters * (1 + len(settings.average_opt_statistics)))
+        layout = Layout.of(self.parameters * (1 + len(self._averaged)))
         self.shared = SharedTensors(self._shared_tensors, layout, compression, roles, kinds)
         extras = [tensor for tensor in self.extra_tensors if tensor.is_floating_point()]
         unspecified = [TensorRole.UNSPECIFIED] * len(extras)
@@ -713,7 +714,7 @@ class State(TrainingState):
         """Whether an average of the state includes everything on which a step depends. Then peers have the same state
         after it."""
         names = {name for _, name, value in self._kept() if isinstance(value, Tensor) and value.dim()}
-        return names <= set(self._settings.average_opt_statistics)
+        return names <= set(self._averaged)
 
     def take_over(self, *, whole: bool = True) -> None:
         """Continue from the model's parameters as other code has set them, in whatever way. Do not call this while a
@@ -856,7 +857,7 @@ class State(TrainingState):
 
     def _adopt_new_statistics(self) -> None:
         self.adopt_statistics()
-        for name in self._settings.average_opt_statistics:
+        for name in self._averaged:
             self.statistics(name)  # raises if there is no such statistic
 
     # -- in rounds
@@ -883,7 +884,7 @@ class State(TrainingState):
 
     def _shared_tensors(self) -> list[Tensor | None]:
         tensors: list[Tensor | None] = [*self.parameters]
-        for name in self._settings.average_opt_statistics:
+        for name in self._averaged:
             tensors += self.statistics(name)
         return tensors
 
@@ -926,7 +927,7 @@ class State(TrainingState):
             return self._copy_now(self.parts[self.division.mine.index(number)])
 
     def _copy_now(self, part: Part | None = None) -> Snapshot:
-        compression, averaged = self._settings.load_state_compression, self._settings.average_opt_statistics
+        compression, averaged = self._settings.load_state_compression, self._averaged
         return self.snapshot(self.tip, compression, averaged, self.options.at_tip, part, self._values_in_train())
 
     def _values_in_train(self) -> list[Tensor] | None:

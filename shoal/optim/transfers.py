@@ -150,7 +150,7 @@ class Transfers:
             try:
                 parts = self._donors.fetch_all(self._state.division.mine, says, timeout, tip.is_state_of, known)
             except DownloadFailed as error:
-                fetched = Fetched(str(error), isinstance(error, NoMemoryForState))
+                fetched = Fetched(str(error), error.lacks_memory)
             answers = self._team.all(FETCHED, fetched)
             failed = [self._team.said(rank, each.why) for rank, each in enumerate(answers) if each.why]
             if not failed:
@@ -179,9 +179,12 @@ class Transfers:
                 wanted = self._pilot.wanted(at)
                 begin = partial(self._donors.download, 0, says, timeout, wanted, reserve)
                 known[0] = run.download(donors, begin, to_join=to_join)
+            except NothingWanted as error:
+                failed = error
+                return Found(why=str(error), is_wanted=False)
             except AveragingError as error:
                 failed = error
-                return Found(why=str(error), is_wanted=not isinstance(error, NothingWanted))
+                return Found(why=str(error))
             return Found(known[0].manifest.tip, says)
 
         found = self._team.decided(FIND, lambda _: find())
@@ -216,8 +219,10 @@ class Transfers:
             if copies:
                 with memory_for("the drift that this peer would keep", NoMemoryForState):
                     kept = self._work.copy_to_keep()
-        except (ValueError, NoMemoryForState) as error:
-            ready = Fetched(str(error), isinstance(error, NoMemoryForState))
+        except NoMemoryForState as error:
+            ready = Fetched(str(error), lacks_memory=True)
+        except ValueError as error:
+            ready = Fetched(str(error))
         for rank, each in enumerate(self._team.all(READY, ready)):
             if each.lacks_memory:
                 raise NoMemoryForState(self._team.said(rank, each.why))

@@ -45,9 +45,13 @@ Reserve = Callable[[Tip, Sequence[PeerID], int], Awaitable[bool]]
 class DownloadFailed(AveragingError):
     """No state was downloaded. The message names every donor with the reason."""
 
+    lacks_memory = False  # whether the reason is that this peer has no memory for it
+
 
 class NoMemoryForState(DownloadFailed):
     """This peer has no memory to receive the state, or to load it. Nothing has changed."""
+
+    lacks_memory = True
 
 
 class NothingShared(DownloadFailed):
