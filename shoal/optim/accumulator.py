@@ -182,7 +182,7 @@ class EpochGradients(Vector):
         self.accumulator.reset()
 
     @torch.no_grad()
-    def close(self, scale: float = 1.0) -> bool:
+    def freeze(self, scale: float = 1.0) -> bool:
         """Copy the mean of the accumulated gradients, divided by `scale`, for the next round. Returns whether all
         elements are finite."""
         samples, accumulator = self.samples, self.accumulator

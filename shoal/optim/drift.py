@@ -184,7 +184,7 @@ class Drift(Work):
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)
         self._epoch = 0
-        self._closed = self._turns[0]  # the numbers of the vectors into which the drift was taken last
+        self._taken_in = self._turns[0]  # the numbers of the vectors into which the drift was taken last
         self._taken: dict[int, Tensor] = {}  # the model at that time, on the host, if `mix="keep"` needs it
         self._before: list[Tensor] | None = None  # the old anchors, if the model has not followed the new ones yet
         self._scratch = torch.empty(3, BLOCK_ELEMENTS * 16, dtype=torch.uint8, device="cpu")
@@ -346,20 +346,12 @@ class Drift(Work):
         """See `Work`."""
         return [self.vectors(turn) for turn in range(len(self._turns))]
 
-    def close(self) -> bool:
+    @torch.no_grad()
+    def freeze(self) -> bool:
         """See `Work`: take the drift of this epoch's fragment for its rounds."""
         self._pieces.gather()
-        return self.take()
-
-    def drop(self) -> None:
-        """See `Work`: take zeros, and set the model to the anchor."""
-        self.go_back()
-
-    @torch.no_grad()
-    def take(self) -> bool:
-        """Take the drift of this epoch's fragment. Returns whether it is finite."""
-        self._closed = self._turns[self._epoch % len(self._turns)]
-        for place in self._closed:
+        self._taken_in = self._turns[self._epoch % len(self._turns)]
+        for place in self._taken_in:
             for drift, number in zip(self._vectors[place].inputs.views(), self.fragments[place], strict=True):
                 model = self._model[number]
                 drift.copy_(model)
@@ -374,12 +366,12 @@ class Drift(Work):
     @property
     def _flat(self) -> list[Tensor]:
         """The memory into which the drift was taken last."""
-        return [flat for place in self._closed for flat in self._vectors[place].inputs.flat]
+        return [flat for place in self._taken_in for flat in self._vectors[place].inputs.flat]
 
     @torch.no_grad()
-    def go_back(self) -> None:
-        """Take zeros as the drift, and set the model to the anchor, because the model is not finite. If the inner
-        optimizer's state is not finite either, drop it, because it would spoil the model again."""
+    def drop(self) -> None:
+        """See `Work`: take zeros as the drift, and set the model to the anchor. If the inner optimizer's state is not
+        finite either, drop it, because it would spoil the model again."""
         for flat in self._flat:
             flat.zero_()
         self.reset()
@@ -392,7 +384,7 @@ class Drift(Work):
     @property
     def _numbers(self) -> list[int]:
         """The numbers of the parameters whose drift was taken last."""
-        return [number for place in self._closed for number in self.fragments[place]]
+        return [number for place in self._taken_in for number in self.fragments[place]]
 
     def go_on(self) -> None:
         """See `Work`. The next inner steps belong to the next epoch."""
@@ -412,7 +404,7 @@ class Drift(Work):
 
     def norms(self) -> list[float]:
         """See `Work`."""
-        return [norm_of(self._vectors[place].outputs.views()) for place in self._closed]
+        return [norm_of(self._vectors[place].outputs.views()) for place in self._taken_in]
 
     def step(self, state: Stepper, result: Result) -> None:
         """See `Work`."""
@@ -423,7 +415,7 @@ class Drift(Work):
         """Within, the `.grad` of the anchors in this fragment are a copy of the average drift, times `factor`, and
         those of the other anchors are None. Afterwards all `.grad` are what they were."""
         gradients: list[Tensor | None] = [None] * len(self._anchors)
-        for place in self._closed:
+        for place in self._taken_in:
             for number, average in zip(self.fragments[place], self._vectors[place].outputs.views(), strict=True):
                 gradients[number] = average.clone()
         if factor < 1.0:
@@ -520,7 +512,7 @@ class Drift(Work):
     def again(self, samples: float) -> tuple[float, bool]:
         """See `Work`: take the drift once more, with the inner steps made since."""
         self.take_back()
-        is_finite = self.close()
+        is_finite = self.freeze()
         samples = self.samples
         self.go_on()
         return samples, is_finite

@@ -44,7 +44,6 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Fault, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
-from shoal.swarm.protocol.loss import Loss
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tip import Tip
@@ -58,7 +57,7 @@ TOLD, TOLD_SECONDS = 8, 60.0  # warnings of gradients that are not finite: at mo
 
 class EpochState(Enum):
     """The state of a rank with respect to the end of an epoch. The trainer's thread makes every transition, within its
-    calls; or the background thread on its behalf, while it waits in another optimizer (`close_on_loan`).
+    calls; or the background thread on its behalf, while it waits in another optimizer (`end_on_loan`).
 
     A round or a download that the trainer waits for begins and ends within one call, in ACCUMULATING.
     """
@@ -128,22 +127,18 @@ class _Ending:
 # -- what ranks ask rank 0, and tell each other
 
 
-class Turn(msgspec.Struct, array_like=True, frozen=True):
+class Advance(msgspec.Struct, array_like=True, frozen=True):
     """What all ranks do with the batches of a step.
 
     Attributes:
         tip: the name of the state.
-        samples: the samples of all ranks.
-        loss: the mean loss of these, or None.
         is_used: whether the batches are used.
         then: what follows.
     """
 
     tip: Tip
-    samples: float = 0.0
-    loss: Loss | None = None
-    is_used: bool = False
-    then: Next = Next.GO_ON
+    is_used: bool
+    then: Next
 
 
 class Keeps(msgspec.Struct, array_like=True, frozen=True):
@@ -165,7 +160,7 @@ class Rounded(msgspec.Struct, array_like=True, frozen=True):
     behind: str = ""
 
 
-TURN = Question("batch", NoneType, Turn, may_wait=True)
+ADVANCE = Question("batch", NoneType, Advance, may_wait=True)
 COUNT = Question("count", NoneType, Next)
 UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
 MAY_ENTER = Question("may enter rounds", NoneType, bool)
@@ -246,12 +241,6 @@ class Epoch:
         """Whether the end of an epoch is under way in the background, or not applied yet."""
         return self.state in (EpochState.AVERAGING, EpochState.STEPPING)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the background thread has a result to apply."""
-        ending = self._ending
-        return ending is not None and ending.result.done()
-
     def _standing(self) -> Standing:
         return Standing(self._state.tip, self._state.line, self.is_busy)
 
@@ -280,12 +269,13 @@ class Epoch:
         this peer, download their state instead. Raises as `Optimizer.step`.
 
         Args:
-            batch: that of this step; in a cluster it counts at rank 0, and has the samples of all ranks.
+            batch: that of this step; in a cluster it has the samples of all ranks.
         """
         if self._work.is_at_start:
             self.take_over()  # the model is the anchor that all have
-        turn = self._team.decided(TURN, lambda _: self._lead(batch), then=self._follow)
-        then = turn.then
+        then = self._team.decided(
+            ADVANCE, lambda _: self._lead(batch), then=lambda lead: self._follow(lead, batch)
+        ).then
         if then is Next.BEHIND:
             self._synchronise()
             self._work.skip()
@@ -295,7 +285,7 @@ class Epoch:
         elif then is Next.LATE:
             self._catch_up()
 
-    def _lead(self, batch: Batch) -> Turn:
+    def _lead(self, batch: Batch) -> Advance:
         """At rank 0: use the batch, unless this peer is behind, and say what follows."""
         then, is_used = self._where_to(), False
         if then is Next.WAIT:
@@ -308,20 +298,21 @@ class Epoch:
         else:
             computed_at = self.applied
             if batch.samples:
-                if self._ends_before_adding and self._work.samples and self.state is EpochState.ACCUMULATING:
-                    self._end_if_due()
+                is_full = self._ends_before_adding and self._work.samples and self.state is EpochState.ACCUMULATING
+                if is_full and self._pilot.is_due:
+                    self._end()
                 is_used = self.applied == computed_at  # otherwise another state was downloaded meanwhile
                 if is_used:
                     self._add(batch)
             then = self._count()
-        return Turn(self._state.tip, batch.samples, batch.loss, is_used, then)
+        return Advance(self._state.tip, is_used, then)
 
-    def _follow(self, turn: Turn) -> None:
+    def _follow(self, lead: Advance, batch: Batch) -> None:
         """At other ranks: do what rank 0 has done with the batches."""
-        if self._state.tip != turn.tip:
-            self._name(turn.tip)
-        if turn.is_used:
-            self._add(Batch.of_ranks(turn.samples, turn.loss))
+        if self._state.tip != lead.tip:
+            self._name(lead.tip)
+        if lead.is_used:
+            self._add(batch)
 
     def _add(self, batch: Batch) -> None:
         self._rounds.enter(self._is_called)
@@ -344,8 +335,7 @@ class Epoch:
         """The owner has pinned a state that leads to this one, which has this name now. Raises ClusterError as
         `_check_same`."""
         self._check_same(tip)
-        self._state.tip = self.applied = tip
-        self._count_from(tip)
+        self._move(tip)
 
     def _check_same(self, tip: Tip) -> None:
         """Raise ClusterError if `tip`, the name of the state at rank 0, can't be that of the state here. So it is if an
@@ -397,10 +387,6 @@ class Epoch:
 
     # -- the end of an epoch
 
-    def _end_if_due(self) -> None:
-        if self._pilot.is_due:
-            self._end()
-
     def _end(self) -> None:
         """End the epoch, or begin to end it in the background."""
         try:
@@ -430,7 +416,7 @@ class Epoch:
             self._state.pieces.check_groups()
             if not self._team.decided(MAY_END, lambda _: self._may_end()):
                 return
-            samples = self._close()
+            samples = self._freeze()
             if self._background.averages:
                 self._end_in_background(samples)
                 return
@@ -469,7 +455,7 @@ class Epoch:
         """
         self._vote = self._state.options.own(self._state.tip.epoch)
 
-    def _close(self) -> float:
+    def _freeze(self) -> float:
         """Bring what this rank has accumulated to the rounds of the epoch. Returns the samples of all ranks behind it;
         0 if an element is not finite at some rank.
 
@@ -483,7 +469,7 @@ class Epoch:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self._rounds.brought
         if not self._rounds.held:  # else a try before this one has begun them
-            samples = self._checked(self._work.samples, self._work.close())
+            samples = self._checked(self._work.samples, self._work.freeze())
             self._rounds.begin(tip.epoch, samples)
         self._team.at_first(lambda: self._state.take(self._pilot.rules))
         if self._background.averages:
@@ -648,11 +634,11 @@ class Epoch:
     # -- in the background, in a process alone
 
     @property
-    def may_close(self) -> bool:
+    def can_end(self) -> bool:
         """Whether the round of this epoch is called, and nothing keeps this peer from it."""
         if self.state is not EpochState.ACCUMULATING or self._state.is_in_eval:
             return False
-        return self._pilot.may_close(self._standing(), self._counted_from)
+        return self._pilot.can_end(self._standing(), self._counted_from)
 
     @property
     def needs_trainer(self) -> bool:
@@ -667,17 +653,17 @@ class Epoch:
             self._thread.submit(act).add_done_callback(_tell_failure)
 
     @torch.no_grad()
-    def close_on_loan(self) -> None:
+    def end_on_loan(self) -> None:
         """End the epoch on the background thread, which calls this while the trainer's thread waits in another
         optimizer. The next call of `take_result` applies the result, or raises what went wrong."""
-        if not self.may_close:
+        if not self.can_end:
             return
         try:
             self._state.pieces.check_groups()
             self._choose()
             if not self._pilot.are_enough_here():
                 return
-            samples = self._close()
+            samples = self._freeze()
         except Exception as error:  # noqa: BLE001 (the trainer hears of it)
             failed: Future[Ended | None] = Future()
             failed.set_exception(error)
@@ -951,8 +937,7 @@ class Epoch:
             self.take_result(wait=True)
         donors = self._team.at_first(lambda: self._pilot.donors())
         try:
-            has_donors = self._team.decided(MAY_LOAD, lambda _: bool(donors))
-            return has_donors and self._download(donors, timeout, to_join=False)
+            return self._download(donors, timeout, to_join=False)
         except DownloadFailed as error:
             lacks_memory = error.lacks_memory
             if self._team.decided(HAS_FAILED, lambda _: bool(self._pilot.donors()) or lacks_memory):
@@ -1000,8 +985,7 @@ class Epoch:
         donors = self._team.at_first(lambda: donors or self._pilot.donors())
         failed: AveragingError | None = None
         try:
-            has_donors = self._team.decided(MAY_LOAD, lambda _: bool(donors))
-            if has_donors and self._download(donors, self._settings.load_state_timeout, to_join=True):
+            if self._download(donors, self._settings.load_state_timeout, to_join=True):
                 return
         except AveragingError as error:
             failed = error
@@ -1034,6 +1018,8 @@ class Epoch:
             donors, timeout: as `load_state`.
             to_join: give up a state that comes too late to take part in the run's rounds.
         """
+        if not self._team.decided(MAY_LOAD, lambda _: bool(donors)):
+            return False
         with contextlib.ExitStack() as loading:
             self._team.at_first(lambda: loading.enter_context(self._pilot.run.loading()))
             return self._load_from(donors, timeout, to_join=to_join)
@@ -1058,7 +1044,7 @@ class Epoch:
         can_be_kept = keeps.can_be_kept
         load, kept = self._transfers.make_ready(parts, copies=can_be_kept and (work.has_moved or keeps.is_in_theirs))
         givers = [donor.key for donor in state.chunks_from]
-        fork = self._team.at_first(lambda: self._pilot.leave(mine, tip, state.line, givers, self._keep))
+        fork = self._team.at_first(lambda: self._pilot.leave(mine, tip, state.line, givers, self._state.keep))
         with unbroken():
             if keeps.is_in_theirs:
                 work.use_theirs()
@@ -1082,9 +1068,6 @@ class Epoch:
         self._work.publish()
         self._work.settle_load()
         self._name_state()
-
-    def _keep(self) -> str:
-        return self._state.keep()
 
     # -- a state that this peer has kept
 
@@ -1116,7 +1099,7 @@ class Epoch:
         state = kept.as_downloaded(pin)
         tip = state.manifest.tip
         load = self._state.make_ready([state])
-        fork = self._pilot.leave(self._state.tip, tip, state.line, [], self._keep)
+        fork = self._pilot.leave(self._state.tip, tip, state.line, [], self._state.keep)
         self._rounds.leave()
         with unbroken():
             self._load(load)  # with an outer optimizer, the model becomes the anchor

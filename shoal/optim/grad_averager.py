@@ -367,7 +367,7 @@ class AveragerSum:
         """Drop what was accumulated."""
         self.averager.reset_accumulated_grads_()
 
-    def close(self, scale: float = 1.0) -> bool:
+    def freeze(self, scale: float = 1.0) -> bool:
         """Note the scale of the gradients. Returns whether all elements are finite."""
         self._scale = scale
         return self.averager.is_finite()

@@ -29,7 +29,7 @@ class Lending:
         epoch: takes the optimizer from epoch to epoch.
         run: its run.
         trainer: the lock that a thread holds while it is in the optimizer.
-        because: the option because of which no other thread may close its epochs; "" if one may.
+        because: the option because of which no other thread may end its epochs; "" if one may.
         counts_steps: whether the run counts inner steps.
 
     Attributes:
@@ -98,7 +98,7 @@ class Lending:
         turn, epoch = self._turn, self._epoch
         if turn is None or not turn.is_waiting or not turn.is_alone(self) or not self._is_free():
             return
-        if self._can_be_lent and epoch.may_close:
+        if self._can_be_lent and epoch.can_end:
             epoch.on_own_thread(self._take_part)
         elif epoch.needs_trainer or not self._can_be_lent:
             if not (epoch.needs_trainer and turn.call_back()):
@@ -136,6 +136,6 @@ class Lending:
         try:
             with turn.borrowed(self._trainer) as may:
                 if may:
-                    self._epoch.close_on_loan()
+                    self._epoch.end_on_loan()
         finally:
             self.is_at_work = False

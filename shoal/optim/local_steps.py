@@ -40,7 +40,7 @@ class LocalSteps(Work):
         self._make(batch.closure)
         self._samples += batch.samples
 
-    def close(self) -> bool:
+    def freeze(self) -> bool:
         """See `Work`."""
         return True
 

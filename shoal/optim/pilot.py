@@ -163,7 +163,7 @@ class Pilot:
     """All that asks the run, for one peer. It holds no tensors, and changes no state: it says what to do next.
 
     The trainer's thread calls all methods; or the thread that ends an epoch in the background, `round` and `past`; or
-    the thread of an optimizer on loan, `may_close` and what the end of an epoch asks.
+    the thread of an optimizer on loan, `can_end` and what the end of an epoch asks.
 
     Args:
         settings: the settings of the optimizer, as far as they count here.
@@ -291,7 +291,7 @@ class Pilot:
         """Whether the round of the epoch is due."""
         return self.tracker.ready_to_update_epoch
 
-    def may_close(self, at: Standing, counted_from: Tip) -> bool:
+    def can_end(self, at: Standing, counted_from: Tip) -> bool:
         """Whether the round of this epoch is called, and nothing keeps this peer from it."""
         swarm = self.run.swarm
         is_called = swarm.called and swarm.tip == at.tip == counted_from

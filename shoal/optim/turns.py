@@ -3,7 +3,7 @@
 [Note: why a waiting thread lends its other optimizers]
 A script with two models has an `Optimizer` for each, and one thread steps them in turn. Without lending, peer A may
 wait in the step of the first for peer B, which waits in the step of the second for A. So while a thread waits in Shoal,
-its other optimizers are lent: each may close its epoch on its own thread, as the trainer's thread would, and average
+its other optimizers are lent: each may end its epoch on its own thread, as the trainer's thread would, and average
 there. It applies the average in its own next `step`, and not before: a script may hold a graph of one model while it
 steps another, and a step behind its back would spoil the backward pass. So an optimizer can be lent once. When its next
 round is called, it calls the trainer's thread back, which leaves its wait and goes on: then the optimizer that it has

@@ -80,7 +80,7 @@ class Work(ABC):
         trained: the parameters that get gradients.
 
     Attributes:
-        loss: the mean loss of the samples that `close` has taken; None if some have none.
+        loss: the mean loss of the samples that `freeze` has taken; None if some have none.
     """
 
     steps_per_epoch: int | None = None
@@ -229,7 +229,7 @@ class Work(ABC):
     # -- into a round
 
     @abstractmethod
-    def close(self) -> bool:
+    def freeze(self) -> bool:
         """Take what this rank has accumulated, for the round of the epoch. Returns whether all of it is finite.
 
         Raises:
@@ -237,7 +237,7 @@ class Work(ABC):
         """
 
     def drop(self) -> None:
-        """Drop what `close` has taken, and bring nothing, because it is not finite at some rank."""
+        """Drop what `freeze` has taken, and bring nothing, because it is not finite at some rank."""
         self.reset()
 
     def vectors(self, epoch: int) -> Sequence[Vector]:

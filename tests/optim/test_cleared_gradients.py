@@ -63,7 +63,7 @@ def test_it_is_missed_at_the_end_of_the_epoch(alone: Alone) -> None:
     half(model, optimizer, 0, 0)
     model.zero_grad()
     with pytest.raises(ValueError, match=SAYS):
-        optimizer._rounds.work.close()
+        optimizer._rounds.work.freeze()
 
 
 def test_between_epochs_they_may_be_cleared(alone: Alone) -> None:
@@ -82,7 +82,7 @@ def test_after_gradients_that_were_not_finite_nothing_is_missed(alone: Alone) ->
     half(model, optimizer, 0, 0)
     next(model.parameters()).grad.view(-1)[0] = float("nan")  # type: ignore[union-attr]
     # This clears them; the others may have no round for this peer.
-    assert not optimizer._rounds.work.close()
+    assert not optimizer._rounds.work.freeze()
     optimizer._rounds.work.drop()
     half(model, optimizer, 0, 0)
     half(model, optimizer, 0, 32)

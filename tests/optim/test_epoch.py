@@ -22,6 +22,7 @@ from shoal.membership.pin import Pin
 from shoal.optim.epoch import EpochState
 from shoal.swarm.protocol.errors import AveragingError, Behind, Unusable
 from tests.cluster.threads import gang_of
+from tests.optim.ending import is_done
 from tests.optim.in_memory import HANGS_AFTER, Rank, World, in_threads
 
 ACCUMULATING, AVERAGING = EpochState.ACCUMULATING, EpochState.AVERAGING
@@ -81,7 +82,7 @@ def ones(parameter: Tensor) -> Tensor:
 
 def wait_until_done(rank: Rank) -> None:
     deadline = time.monotonic() + HANGS_AFTER
-    while not rank.epoch.is_done:
+    while not is_done(rank.epoch):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

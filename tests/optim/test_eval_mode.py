@@ -273,9 +273,9 @@ def test_no_epoch_is_closed_on_loan_in_eval(dht: shoal.DHT, monkeypatch: pytest.
         train((model, optimizer), range(1))
         swarm = optimizer._run.swarm
         monkeypatch.setattr(type(swarm), "called", property(lambda _: True))
-        assert optimizer._epoch.may_close
+        assert optimizer._epoch.can_end
         optimizer.eval()
-        assert not optimizer._epoch.may_close
+        assert not optimizer._epoch.can_end
 
 
 def test_a_plain_state_of_eval_mode_becomes_another_state_at_train(dht: shoal.DHT) -> None:

@@ -14,7 +14,7 @@ def test_what_a_step_does_to_grad_leaves_the_average_as_it_was_committed():
     gradients = EpochGradients([parameter], NoCompression())
     parameter.grad = torch.arange(5.0)
     gradients.accumulate(2)
-    assert gradients.close()
+    assert gradients.freeze()
     gradients.use_local()
     committed = [flat.clone() for flat in gradients.outputs.flat]
     with gradients.as_grad([parameter]):

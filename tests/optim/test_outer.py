@@ -330,7 +330,7 @@ def test_a_step_without_samples_leaves_the_other_fragments_where_they_are(alone:
     drift = optimizer._rounds.work
     assert isinstance(drift, Drift)
     before = flat(model) - anchor_of(optimizer)
-    drift.close()  # as where the others' round is due
+    drift.freeze()  # as where the others' round is due
     drift.remember()
     with torch.no_grad():
         for anchor in optimizer._state.stepped:
@@ -345,7 +345,7 @@ def test_steps_during_a_round_that_took_nothing_of_this_peer_stay(alone: Alone) 
     drift = optimizer._rounds.work
     assert isinstance(drift, Drift)
     optimizer._state.take_over()
-    drift.close()
+    drift.freeze()
     drift.go_on()
     drift.remember()  # in the thread that steps the anchor, before the next inner step
     with torch.no_grad():
@@ -400,7 +400,7 @@ def test_a_part_that_may_be_in_a_round_takes_only_its_fragment_along(
     step(model, optimizer, 0)
     drift, found = optimizer._rounds.work, other_state(alone, outer=outer)
     assert isinstance(drift, Drift)
-    drift.close()  # for a round of which this peer does not hear the end
+    drift.freeze()  # for a round of which this peer does not hear the end
     before = flat(model) - anchor_of(optimizer)
     monkeypatch.setattr(optimizer._epoch._pilot, "may_be_in", lambda _: True)
     assert download(optimizer, found)

@@ -254,7 +254,7 @@ def test_it_waits_once_an_epoch_for_the_inner_steps_of_others(at: Piloted) -> No
 
 def test_on_loan_it_closes_only_what_nothing_keeps_it_from(at: Piloted) -> None:
     at.swarm.called = True
-    assert at.pilot.may_close(standing(), FIRST)
+    assert at.pilot.can_end(standing(), FIRST)
     changes: list[Callable[[], object]] = [
         lambda: setattr(at.swarm, "called", False),
         lambda: setattr(at.swarm, "tip", SECOND),
@@ -265,10 +265,10 @@ def test_on_loan_it_closes_only_what_nothing_keeps_it_from(at: Piloted) -> None:
     for change in changes:
         before = dict(vars(at.swarm))
         change()
-        assert not at.pilot.may_close(standing(), FIRST)
+        assert not at.pilot.can_end(standing(), FIRST)
         vars(at.swarm).update(before)
-    assert not at.pilot.may_close(standing(), GENESIS), "it counts for another epoch"
-    assert at.pilot.may_close(standing(), FIRST)
+    assert not at.pilot.can_end(standing(), GENESIS), "it counts for another epoch"
+    assert at.pilot.can_end(standing(), FIRST)
 
 
 def test_where_the_swarm_is(at: Piloted) -> None:

@@ -290,7 +290,7 @@ def test_the_same_with_a_real_averager(dht: shoal.DHT) -> None:
     rounds = AveragerRounds(in_the_run().rounds.work, dht.peer_id.key, total)
     rounds.enter(lambda: False)
     total.accumulate(8)
-    assert total.close()
+    assert total.freeze()
     rounds.begin(0, 8.0)
     timer = threading.Timer(0.05, (ended := still()).set_result, [None])
     timer.start()

@@ -15,8 +15,10 @@ import torch
 
 import shoal
 from shoal.optim import turns
+from tests.optim.ending import is_done
 
 pytestmark = pytest.mark.alone
+
 
 DIFFERENT = ("g", "d"), ("d", "g")
 """The orders in which two peers step the same two models."""
@@ -157,9 +159,9 @@ def lent(places: list[shoal.DHT]) -> Iterator[Callable[..., tuple[Trainer, Calla
                 with turns.waiting():
                     thread.join(20)
                     deadline = time.monotonic() + 5
-                    while not mine.optimizers["d"]._epoch.is_done and time.monotonic() < deadline:
+                    while not is_done(mine.optimizers["d"]._epoch) and time.monotonic() < deadline:
                         time.sleep(0.01)
-                assert mine.optimizers["d"]._epoch.is_done
+                assert is_done(mine.optimizers["d"]._epoch)
 
             return mine, lend
 

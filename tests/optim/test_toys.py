@@ -57,7 +57,7 @@ class Signs(Work):
         for total in self._sums:
             total.zero_()
 
-    def close(self) -> bool:
+    def freeze(self) -> bool:
         for brought, total in zip(self._vector.inputs.views(), self._sums, strict=True):
             brought.copy_(total.sign())
         return True

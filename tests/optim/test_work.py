@@ -116,7 +116,7 @@ class Made:
     def end(self, epoch: int = 0) -> None:
         """End an epoch, in which this rank is alone."""
         is_in_background = isinstance(self.work, Drift) and self.work.choice.is_in_background
-        assert self.work.close()
+        assert self.work.freeze()
         if is_in_background:
             self.work.go_on()
         self.average_alone(epoch)
@@ -325,7 +325,7 @@ def test_a_skipped_batch_is_in_no_sum(kind: str, made: Made) -> None:
 
 
 def test_gradients_that_were_cleared_are_told_of_by_name() -> None:
-    for then in (lambda made: made.batch(1.0, 2.0), lambda made: made.work.close()):
+    for then in (lambda made: made.batch(1.0, 2.0), lambda made: made.work.freeze()):
         made = gradients(reuse=True)
         made.batch(1.0, 2.0)
         made.model[1].grad = None
@@ -339,13 +339,13 @@ def test_gradients_that_were_cleared_are_told_of_by_name() -> None:
 
 def test_all_bring_something_finite(made: Made) -> None:
     twice(made)
-    assert made.work.close()
+    assert made.work.freeze()
     assert all(bool(torch.isfinite(flat).all()) for v in made.work.vectors(0) for flat in v.inputs.flat)
     assert made.work.samples == 8.0, "it stays accumulated until it was used"
 
 
 def test_who_has_no_samples_brings_nothing(made: Made) -> None:
-    assert made.work.close()
+    assert made.work.freeze()
     assert inputs_of(made.work.vectors(0)) == {0.0} or not made.work.vectors(0)
 
 
@@ -355,7 +355,7 @@ def inputs_of(vectors: Sequence[Vector]) -> set[float]:
 
 def test_what_is_not_finite_is_dropped(kind: str, made: Made, caplog: pytest.LogCaptureFixture) -> None:
     made.batch(math.inf, 2.0)
-    is_finite = made.work.close()
+    is_finite = made.work.freeze()
     if kind == "local steps":
         assert is_finite, "it brings nothing"
         return
@@ -384,7 +384,7 @@ def test_vectors_of_all_epochs(kind: str, made: Made) -> None:
 @pytest.mark.parametrize("kind", IN_BACKGROUND, indirect=True)
 def test_the_next_epoch_does_not_change_what_is_in_a_round(made: Made) -> None:
     twice(made)
-    made.work.close()
+    made.work.freeze()
     if made.averager is not None:
         made.averager.begin()
     brought = [flat.clone() for vector in made.work.vectors(0) for flat in vector.inputs.flat]
@@ -400,7 +400,7 @@ def test_the_next_epoch_does_not_change_what_is_in_a_round(made: Made) -> None:
 def test_a_round_that_failed_is_tried_again(made: Made) -> None:
     """With what was brought; the drift is taken once more, with all steps since."""
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.work.go_on()
     made.batch(2.0, 5.0)
     assert made.work.again(8.0) == ((13.0 if is_drift(made) else 8.0), True)
@@ -411,7 +411,7 @@ def test_a_round_that_failed_is_tried_again(made: Made) -> None:
 def test_what_was_in_no_round_is_taken_back(made: Made) -> None:
     """Gradients belong to the state on which they were computed, and are lost with it."""
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.work.go_on()
     made.batch(2.0, 5.0)
     made.work.take_back()
@@ -444,7 +444,7 @@ def test_an_epoch_alone(kind: str, made: Made) -> None:
 
 def test_gradients_are_where_they_were_after_the_step(made: Made) -> None:
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.average_alone()
     own = [each for each, _ in made.state.pairs]
     before = [each.grad for each in own]
@@ -456,7 +456,7 @@ def test_an_average_is_scaled_for_the_step(kind: str, made: Made) -> None:
     if kind == "local steps":
         return
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.average_alone()
     for factor in (1.0, 0.25, 1.0):  # the average itself stays
         made.work.step(made.state, Result(GENESIS.after(bytes(32), 1.0), factor=factor))
@@ -479,7 +479,7 @@ def test_a_parameter_that_got_no_gradient_gets_none(kind: str, made: Made) -> No
 
 def test_the_norm_of_each_part(kind: str, made: Made) -> None:
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.average_alone()
     mean = INNER * 5.0 if is_drift(made) else MEANS.get(kind, 3.25)
     counts = {"of two parts": [3, 4], "drift in fragments": [3], "local steps": []}.get(kind, [7])
@@ -490,7 +490,7 @@ def test_an_average_without_this_rank_loses_no_drift(made: Made) -> None:
     """A peer that has missed a round steps with the others' average. Here that is zero."""
     twice(made)
     before = made.values
-    made.work.close()
+    made.work.freeze()
     for vector in made.work.vectors(0):
         for flat in vector.outputs.flat:
             flat.zero_()
@@ -505,7 +505,7 @@ def test_an_average_without_this_rank_loses_no_drift(made: Made) -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_on_another_state(made: Made, keeps: bool) -> None:
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.work.go_on()
     made.batch(1.0, 4.0)
     made.work.restart(keeps=keeps)
@@ -543,7 +543,7 @@ def test_a_state_unlike_that_of_the_others(made: Made, used: bool) -> None:
 
 def test_others_have_this_ranks_contribution(kind: str, made: Made) -> None:
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.work.use_theirs()
     assert made.work.has_moved == (kind in ("drift in fragments", "drift mixed", "drift overlapping", "drift kept"))
     made.work.restart(keeps=True)
@@ -554,7 +554,7 @@ def test_others_have_this_ranks_contribution(kind: str, made: Made) -> None:
 @pytest.mark.parametrize("used", [None, False, True])
 def test_the_last_step_of_an_optimizer_that_was_shut_down(made: Made, used: bool | None) -> None:
     twice(made)
-    made.work.close()
+    made.work.freeze()
     made.average_alone()
     made.work.go_on()
     before = made.values
@@ -584,11 +584,11 @@ def test_only_a_drift_that_overlaps_waits_for_its_steps(kind: str, made: Made) -
 def test_the_mean_loss_of_all_samples(made: Made) -> None:
     for value, samples in ((1.0, 2.0), (5.0, 6.0)):
         made.batch(1.0, samples, closure=Closure(None, torch.tensor(value)))
-    assert made.work.close()
+    assert made.work.freeze()
     assert made.work.loss == Loss(4.0, LossKind.FLOAT32)
     made.work.go_on()
     made.batch(1.0, 2.0)
-    assert made.work.close()
+    assert made.work.freeze()
     assert made.work.loss is None, "these samples have none"
 
 
@@ -596,16 +596,16 @@ def test_the_mean_loss_of_all_samples(made: Made) -> None:
 def test_no_loss_if_some_samples_have_none_or_they_are_dropped(made: Made) -> None:
     made.batch(1.0, 2.0, closure=Closure(None, 1.0))
     made.batch(1.0, 2.0)
-    assert made.work.close()
+    assert made.work.freeze()
     assert made.work.loss is None
     made.work.reset()
     made.batch(1.0, 2.0, closure=Closure(None, 1.0))
-    assert made.work.close()
+    assert made.work.freeze()
     assert made.work.loss is not None
     made.work.drop()
     assert made.work.loss is None
     made.batch(1.0, 2.0, closure=Closure(None, 3.0))
-    assert made.work.close()
+    assert made.work.freeze()
     assert made.work.loss == Loss(3.0, LossKind.NUMBER)
 
 
