@@ -367,15 +367,26 @@ class StrandCheckpoint(Checkpoint):
         known = {} if state.scheduler is None else state.scheduler.state_dict()
         if unknown := set(common.scheduler or ()) - set(known):
             raise ValueError(f"this optimizer's scheduler has no {', '.join(sorted(unknown))}")
-        if not self._strands.rank and common.extras != len(given.get("extra tensors", ())):
-            raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
+        if not self._strands.rank:
+            if common.extras != len(state.extra_tensors):
+                raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
+            extras = given.get("extra tensors", {})
+            for number, mine in enumerate(state.extra_tensors):
+                if not _is_like(extras.get(str(number)), mine):
+                    raise ValueError(
+                        f"extra tensor {number} is not in the state, or of another shape or dtype than here"
+                    )
         options_of(common.stepped, state.optimizer)
         for strand, part in zip(self._strands.mine, state.parts, strict=True):
             saved = given.get(f"strand {strand}", {})
             pieces = saved.get("parameters", {})
             if any(not _is_like(pieces.get(str(number)), mine) for number, mine in enumerate(part.parameters)):
                 raise ValueError(f"strand {strand} is not in the state, or of another shape or dtype than here")
-            kept_in(saved.get("statistics", {}), common.stepped)
+            for number, held in kept_in(saved.get("statistics", {}), common.stepped).items():
+                mine = part.parameters[number]
+                for name, value in held.items():
+                    if is_of_parameter(name, value, mine) and value.shape != mine.shape:
+                        raise ValueError(f"strand {strand} has a {name} of another shape than the piece that it is of")
 
     def _check_inner(self, given: StateDict, inner: Rest | None) -> None:
         if inner is not None:

@@ -139,7 +139,7 @@ class Drift(Work):
 
     samples = 0.0
     is_exact = False
-    steps_at_once = True
+    has_anchor = steps_at_once = True
     called = ("inner steps", "it goes back to the anchor, and joins without them")
 
     def __init__(
@@ -330,10 +330,6 @@ class Drift(Work):
     def settle_load(self) -> None:
         """See `Work`."""
         self._loads.settle()
-
-    def counts_as_moved(self) -> None:
-        """See `Work`. So all ranks know whether they are at the start."""
-        self._is_apart = True
 
     # -- the way into a round
 

@@ -165,7 +165,8 @@ COUNT = Question("count", NoneType, Next)
 UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
 MAY_ENTER = Question("may enter rounds", NoneType, bool)
 MAY_END = Question("may end", NoneType, bool)
-MAY_BEGIN = Question("may begin rounds", NoneType, bool)
+AT_START = Question("at the start", NoneType, bool, may_wait=True)
+BEGIN_ROUNDS = Question[bool, bool | None]("begin rounds", bool, bool | None)
 FINITE = Question[bool, float | None]("finite", bool, float | None)
 NAMES = Question("names of averages", bytes, list[bytes])
 ROUND = Question("round", NoneType, Rounded)
@@ -180,7 +181,6 @@ PREPARED = Question("prepared to save", NoneType, NoneType)
 GIVEN = Question("given", NoneType, NoneType)
 COMMON = Question("common", bool, bytes)
 MISFITS = Question("misfits", str, list[str])
-MOVED = Question("moved", bool, bool)
 KEEPS = Question("keeps", bool, Keeps)
 MAY_LOAD = Question("may load", NoneType, bool)
 HAS_FAILED = Question("has failed to load", NoneType, bool)
@@ -262,6 +262,11 @@ class Epoch:
     def _is_called(self) -> bool:
         return self._pilot.is_called(self._state.tip)
 
+    def _is_at_start(self) -> bool:
+        """Whether the model is still the anchor, by rank 0: an error may have kept another rank from a step."""
+        may_be = self._work.has_anchor and not self.applied.epoch
+        return may_be and self._team.decided(AT_START, lambda _: self._work.is_at_start)
+
     # -- within an epoch
 
     def advance(self, batch: Batch) -> None:
@@ -271,7 +276,7 @@ class Epoch:
         Args:
             batch: that of this step; in a cluster it has the samples of all ranks.
         """
-        if self._work.is_at_start:
+        if self._is_at_start():
             self.take_over()  # the model is the anchor that all have
         then = self._team.decided(
             ADVANCE, lambda _: self._lead(batch), then=lambda lead: self._follow(lead, batch)
@@ -465,10 +470,14 @@ class Epoch:
         """
         tip = self._state.tip
         self.take_over()
-        if not self._team.decided(MAY_BEGIN, lambda _: self._rounds.may_begin(is_past=self._pilot.is_past(tip))):
+        begun = self._team.decided(BEGIN_ROUNDS, lambda held: self._have_begun(tip, held), self._rounds.held)
+        if begun is None:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self._rounds.brought
-        if not self._rounds.held:  # else a try before this one has begun them
+        if not begun:  # else a try before this one has begun them
+            if self._rounds.held:  # at this rank, and an error has kept another one from it
+                self._rounds.leave()
+                self._rounds.enter(self._is_called)
             samples = self._checked(self._work.samples, self._work.freeze())
             self._rounds.begin(tip.epoch, samples)
         self._team.at_first(lambda: self._state.take(self._pilot.rules))
@@ -476,10 +485,16 @@ class Epoch:
             self._work.go_on()
         return samples
 
+    def _have_begun(self, tip: Tip, held: Sequence[bool]) -> bool | None:
+        """At rank 0: whether all ranks have begun the rounds before the run's; None if it is too late for these."""
+        if all(held):
+            return True
+        return False if self._rounds.may_begin(is_past=self._pilot.is_past(tip)) else None
+
     def take_over(self) -> None:
         """Continue from the model as the user has written it."""
         self._state.take_over(whole=self._work.follows_model)
-        if not self._state.tip.epoch:
+        if not self.applied.epoch:
             self._name_state()
 
     def _name_state(self) -> None:
@@ -834,7 +849,7 @@ class Epoch:
         """
         self._team.decided(BEFORE_SAVING, lambda _: before_saving(hooked))
         self.settle()
-        if self._work.is_at_start and self.state is not EpochState.CLOSED:
+        if self.state is not EpochState.CLOSED and self._is_at_start():
             self.take_over()  # the model is the anchor that is saved
         self._team.decided(PREPARED, lambda _: checkpoint.before_saving())
         state = checkpoint.state_dict()
@@ -916,8 +931,6 @@ class Epoch:
                 self._state.tip = tip
             self._team.at_first(lambda: self._pilot.follow(self._state.tip))
             self._name_state()
-            if self._team.decided(MOVED, any, self._work.has_moved):
-                self._work.counts_as_moved()
             self._restart(keeps=True)
 
     def load_state(self, timeout: float) -> bool:

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from msgspec.structs import replace
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.shards import shards_of
@@ -300,8 +299,11 @@ class Optimizer(ShowsGroups):
         with told_to_all(None if cluster is None else cluster.group):
             has_run = cluster is None or cluster.strands > 1 or not cluster.rank  # else rank 0 has it for all
             if dht is None and has_run:
-                raise TypeError("shoal.Optimizer needs dht=: a shoal.DHT, started")
-            is_client = dht is not None and dht.client_mode
+                whose = "shoal.Optimizer" if cluster is None else f"shoal.Cluster(strands={cluster.strands})"
+                where = " in every rank" if cluster is not None and cluster.strands > 1 else ""
+                raise TypeError(f"{whose} needs dht={where}: a shoal.DHT, started")
+            mine = dht if has_run else None
+            is_client = mine is not None and mine.client_mode
             client_mode = is_client if client_mode is None else client_mode
             if is_client and not client_mode:
                 raise ValueError("client_mode=False, but the DHT is in client mode and can't be dialled: leave it out")
@@ -311,8 +313,8 @@ class Optimizer(ShowsGroups):
             refresh = refresh_of(tracker_opts)
             if verbose:
                 _show_what_happens()
-            if dht is not None:
-                admit_to(lambda: dht.node, run_id, membership)
+            if mine is not None:
+                admit_to(lambda: mine.node, run_id, membership)
             extras = list(extra_tensors)
             check_writable(extras, "extra tensor")
         self.dht = cast(DHT, dht)  # None where rank 0 has the run for all
@@ -325,6 +327,8 @@ class Optimizer(ShowsGroups):
         self._vitals: Vitals
         self.tracker: RunProgress
         self._ready = self._closed = self._begun = self._begins = False
+        self._acts = False  # whether rank 0 acts for all, while the others wait for what it comes to
+        self._raised: Exception | None = None  # what `on_event` has raised in a call of ranks that all act
         self._metrics: MetricsServer | None = None
         self.metrics_port: int | None = None
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
@@ -447,21 +451,42 @@ class Optimizer(ShowsGroups):
             act: what ranks with a part of the state do.
             collect: gathers something from the model before.
         """
+        if self._acts:  # in a callback of the user, in an outer call that tells the others
+            return act()
         with self._team.call(call):
             if self._closed or self._cluster is None:
                 return self._ranks.act(act)
+            self._raised = None
             self._ranks.reach()
             if collect is not None:
                 self._ranks.gather(collect)
-            result = self._ranks.act(act)
+            result = self._act(act)
             told = self._tell(value=result is True)
             return result if self._ranks.have_state else cast(T, told)
 
+    def _act(self, act: Callable[[], T]) -> T:
+        """Do `act` at all ranks that have a part of the state. If rank 0 does it alone, the others get what it has come
+        to, also if it raises an error then."""
+        if self._ranks.shards.are_everywhere or not self._has_run:
+            return self._ranks.act(act)
+        self._acts = True
+        try:
+            return act()
+        except BaseException:
+            self._tell()
+            raise
+        finally:
+            self._acts = False
+
     def _tell(self, *, moves: bool = False, value: bool = False) -> bool:
-        """Share with the other ranks what rank 0 has come to. Returns its `value`."""
+        """Share with the other ranks what rank 0 has come to. Returns its `value`. Raises what `on_event` has raised
+        meanwhile."""
         if self._cluster is None:
             return value
-        return self._ranks.tell(lambda: self._epoch.applied, self.param_groups, moves=moves, value=value)
+        value = self._ranks.tell(lambda: self._epoch.applied, self.param_groups, moves=moves, value=value)
+        if self._raised is not None:
+            raise self._raised
+        return value
 
     # -- training
 
@@ -491,7 +516,7 @@ class Optimizer(ShowsGroups):
     def is_alive(self) -> bool:
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
         lost."""
-        is_reached = self.dht is None or self.dht.is_alive()
+        is_reached = not self._ranks.have_state or self.dht.is_alive()
         return not self._closed and is_reached and self._team.is_whole and not self._team.has_left
 
     def report(self, *, loss: float | torch.Tensor) -> None:
@@ -567,7 +592,10 @@ class Optimizer(ShowsGroups):
         """A step of all ranks. Each evaluates its closure before it waits for the others, whose closures take as
         long."""
         ranks, given = self._ranks, None if closure is None else Closure(closure)
+        if self._acts:  # in a callback of the user, in an outer call that tells the others
+            return self._step(Batch(samples_of(batch_size, grad_scaler), closure=given))
         with self._team.call("step"):
+            self._raised = None
             self._team.at_first(self._look)
             if self._shown is not None and not ranks.have_state:
                 self._shown.check()  # where there is a state, `Work.add` does
@@ -578,7 +606,7 @@ class Optimizer(ShowsGroups):
                 self._gather_for_step()
             step = ranks.bring(samples, None if given is None else loss_of(given.returned))
             ranks.gather(self._gather_for_step)
-            ranks.act(lambda: self._step(Batch.of_ranks(step.samples, step.loss)))
+            self._act(lambda: self._step(Batch.of_ranks(step.samples, step.loss)))
             self._tell(moves=self._settings.moves_within_epochs and not ranks.shards.are_everywhere)
         return None if given is None else given.returned
 
@@ -723,6 +751,8 @@ class Optimizer(ShowsGroups):
                 self._epoch.load_kept(path)
 
         with self._in_trainer("load_kept_state"):
+            if self._closed and not self._ranks.have_state:
+                raise ValueError("load_kept_state: this rank has no state, and the run was left")
             self._together("load_kept_state", load)
 
     def state_dict(self) -> dict[str, Any]:
@@ -782,7 +812,7 @@ class Optimizer(ShowsGroups):
             self._together("load_state_dict", load, None if shards.are_pieces else shards.gather_parameters)
             if self._closed and not ranks.have_state:  # nobody tells it the epoch any more
                 epoch = state_dict.get("state", {}).get("local_epoch", ranks.tip.epoch)
-                ranks.tip = replace(ranks.tip, epoch=epoch)
+                ranks.tip = Tip(epoch, bytes(32), 0.0)
 
     def strand_state(self) -> StrandState:
         """The state for `torch.distributed.checkpoint`. Each rank of a cluster saves and loads its own strands.
@@ -900,9 +930,16 @@ class Optimizer(ShowsGroups):
         self._vitals.heard(event)
         if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
             log.info("%s", event, extra=fields_of_event(event))
-        if self.on_event is not None:
-            with users_handlers(), users_modes():
+        if self.on_event is None:
+            return
+        with users_handlers(), users_modes():
+            if self._cluster is None or not self._ranks.shards.are_everywhere:
                 self.on_event(event)
+                return
+            try:
+                self.on_event(event)
+            except Exception as error:  # noqa: BLE001 (it is raised at the end of the call, when all ranks are there)
+                self._raised = error
 
     @holding
     def finish(self) -> None:

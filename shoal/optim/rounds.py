@@ -79,12 +79,12 @@ class Rounds(ABC):
         them use the same average, and drop what this peer accumulates after it."""
 
     def may_begin(self, *, is_past: bool) -> bool:
-        """Whether the rounds may begin, or have begun.
+        """Whether the rounds may begin now.
 
         Args:
             is_past: whether others have ended the epoch.
         """
-        return self.held or not is_past
+        return not is_past
 
     @abstractmethod
     def begin(self, epoch: int, samples: float) -> None:
@@ -348,7 +348,12 @@ class StrandRounds(Rounds):
         """See `Rounds`."""
         strands = self._turns[epoch % len(self._turns)]
         self._in_round, self.brought, self._began = strands, samples, self._so_far()
-        self._controls = [strand.averager.begin(samples) if strand.averager.is_alive() else None for strand in strands]
+        averagers = [strand.averager for strand in strands]
+        try:
+            self._controls = [averager.begin(samples) if averager.is_alive() else None for averager in averagers]
+        except BaseException:  # Ctrl-C, too: the next try begins all of them
+            self.leave()
+            raise
 
     def average(self, timeout: float, ended: Future[None]) -> bytes:
         """See `Rounds`."""

@@ -99,6 +99,8 @@ class Work(ABC):
     """Whether each batch steps the wrapped optimizer, which may call the closure of the batch."""
     shares_state = True
     """Whether the step of an epoch is made by all peers alike, so that like peers have the same state after it."""
+    has_anchor = False
+    """Whether the model drifts from an anchor."""
     is_at_start = False
     """Whether the model is still the anchor of all that it will drift from."""
     follows_model = True
@@ -222,9 +224,6 @@ class Work(ABC):
 
     def settle_load(self) -> None:  # noqa: B027
         """What was loaded into the model belongs to the state now."""
-
-    def counts_as_moved(self) -> None:  # noqa: B027
-        """With the state that was loaded, the model of some rank `has_moved`."""
 
     # -- into a round
 
