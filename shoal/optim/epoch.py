@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
-from shoal.cluster.ties import ClusterError
 from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
@@ -141,6 +139,18 @@ class Advance(msgspec.Struct, array_like=True, frozen=True):
     then: Next
 
 
+class Begins(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank brings to the end of an epoch.
+
+    Attributes:
+        has_begun: whether it has begun the rounds before the run's, in a try that has failed.
+        digest: the digest of its parts of the state.
+    """
+
+    has_begun: bool
+    digest: bytes
+
+
 class Keeps(msgspec.Struct, array_like=True, frozen=True):
     """What becomes of this peer's contribution when it loads another state.
 
@@ -166,7 +176,7 @@ UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
 MAY_ENTER = Question("may enter rounds", NoneType, bool)
 MAY_END = Question("may end", NoneType, bool)
 AT_START = Question("at the start", NoneType, bool, may_wait=True)
-BEGIN_ROUNDS = Question[bool, bool | None]("begin rounds", bool, bool | None)
+BEGIN_ROUNDS = Question[Begins, bool | None]("begin rounds", Begins, bool | None)
 FINITE = Question[bool, float | None]("finite", bool, float | None)
 NAMES = Question("names of averages", bytes, list[bytes])
 ROUND = Question("round", NoneType, Rounded)
@@ -264,7 +274,7 @@ class Epoch:
 
     def _is_at_start(self) -> bool:
         """Whether the model is still the anchor, by rank 0: an error may have kept another rank from a step."""
-        may_be = self._work.has_anchor and not self.applied.epoch
+        may_be = self._work.has_anchor and not self._state.tip.epoch
         return may_be and self._team.decided(AT_START, lambda _: self._work.is_at_start)
 
     # -- within an epoch
@@ -315,7 +325,7 @@ class Epoch:
     def _follow(self, lead: Advance, batch: Batch) -> None:
         """At other ranks: do what rank 0 has done with the batches."""
         if self._state.tip != lead.tip:
-            self._name(lead.tip)
+            self._move(lead.tip)
         if lead.is_used:
             self._add(batch)
 
@@ -330,33 +340,17 @@ class Epoch:
             if self.is_busy:
                 self.take_result(wait=True)
             elif (tip := self._pilot.name_after(pin, at)) is not None:
-                self._name(tip)
+                self._move(tip)
                 self._pilot.follow(tip)
             elif not self._recall(pin):
                 return self._pilot.without(pin, at)
         return self._pilot.next(at)
 
-    def _name(self, tip: Tip) -> None:
-        """The owner has pinned a state that leads to this one, which has this name now. Raises ClusterError as
-        `_check_same`."""
-        self._check_same(tip)
-        self._move(tip)
-
-    def _check_same(self, tip: Tip) -> None:
-        """Raise ClusterError if `tip`, the name of the state at rank 0, can't be that of the state here. So it is if an
-        error has kept one of them from a step, and the script has gone on."""
-        mine = self._state.tip
-        if replace(tip, pin=mine.pin) != mine:
-            raise ClusterError(
-                f"{self._team.me} has the state of epoch {mine.epoch}, and {self._team.names[0]} that of epoch "
-                f"{tip.epoch}, because an error has ended a step of one of them: load a state at all ranks, by "
-                "load_state_dict or load_state_from_peers"
-            )
-
     def _count(self) -> Next:
         """At rank 0: report what this peer has accumulated. Returns what follows."""
         if self.state is EpochState.FAILED:
             self.take_over()  # the user may have written since
+            self._name_state()
             self._end_in_background(self._checked(*self._work.again(self._brought)))
         if self.is_busy and self._work.result_may_wait and self._work.result_is_due:
             self.take_result(wait=True)
@@ -470,7 +464,8 @@ class Epoch:
         """
         tip = self._state.tip
         self.take_over()
-        begun = self._team.decided(BEGIN_ROUNDS, lambda held: self._have_begun(tip, held), self._rounds.held)
+        mine = Begins(self._rounds.held, self._state.state_digest)
+        begun = self._team.decided(BEGIN_ROUNDS, lambda by_rank: self._have_begun(tip, by_rank), mine)
         if begun is None:
             raise Behind("the epoch has ended before this peer's gradients were averaged")
         samples = self._rounds.brought
@@ -485,17 +480,17 @@ class Epoch:
             self._work.go_on()
         return samples
 
-    def _have_begun(self, tip: Tip, held: Sequence[bool]) -> bool | None:
+    def _have_begun(self, tip: Tip, by_rank: Sequence[Begins]) -> bool | None:
         """At rank 0: whether all ranks have begun the rounds before the run's; None if it is too late for these."""
-        if all(held):
+        if not tip.epoch:  # later on, it is the hash of what the last step has made
+            self.digest = self._state.named([each.digest for each in by_rank])
+        if all(each.has_begun for each in by_rank):
             return True
         return False if self._rounds.may_begin(is_past=self._pilot.is_past(tip)) else None
 
     def take_over(self) -> None:
         """Continue from the model as the user has written it."""
         self._state.take_over(whole=self._work.follows_model)
-        if not self.applied.epoch:
-            self._name_state()
 
     def _name_state(self) -> None:
         """Hash the parts of all ranks."""
@@ -927,7 +922,6 @@ class Epoch:
             load()
             tip = self._team.decided(TIP, lambda _: self._pilot.believed(self._state.tip))
             if tip is not None and tip != self._state.tip:
-                self._check_same(tip)
                 self._state.tip = tip
             self._team.at_first(lambda: self._pilot.follow(self._state.tip))
             self._name_state()
@@ -994,7 +988,7 @@ class Epoch:
         if tip is None:
             return
         if tip != self._state.tip:
-            self._name(tip)
+            self._move(tip)
         donors = self._team.at_first(lambda: donors or self._pilot.donors())
         failed: AveragingError | None = None
         try:

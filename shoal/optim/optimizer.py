@@ -604,7 +604,8 @@ class Optimizer(ShowsGroups):
                 given.evaluate()
             if ranks.shards.gathers_alone:  # nothing can fail at another rank meanwhile
                 self._gather_for_step()
-            step = ranks.bring(samples, None if given is None else loss_of(given.returned))
+            tip = self._state.tip if ranks.shards.are_everywhere else None
+            step = ranks.bring(samples, None if given is None else loss_of(given.returned), tip)
             ranks.gather(self._gather_for_step)
             self._act(lambda: self._step(Batch.of_ranks(step.samples, step.loss)))
             self._tell(moves=self._settings.moves_within_epochs and not ranks.shards.are_everywhere)

@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.cluster.question import Question
 from shoal.cluster.shards import Shards
 from shoal.cluster.team import Alone, Team
+from shoal.cluster.ties import ClusterError
 from shoal.swarm.protocol.loss import Loss, mean_of
 from shoal.swarm.protocol.tip import Tip
 
@@ -28,6 +29,7 @@ class Brings(msgspec.Struct, array_like=True, frozen=True):
         gradients: which of its sharded parameters have a gradient, as the bits of a number.
         digest: the digest of the other gradients, if ranks compare them, else b"".
         is_ahead: whether what it steps is newer than the model, because an error has ended the call before.
+        tip: the name of its part of the state; None if it has none.
     """
 
     samples: int
@@ -35,6 +37,7 @@ class Brings(msgspec.Struct, array_like=True, frozen=True):
     gradients: bytes
     digest: bytes
     is_ahead: bool
+    tip: Tip | None
 
 
 class Told(msgspec.Struct, array_like=True, frozen=True):
@@ -92,17 +95,19 @@ class Ranks:
         """Do something at all ranks that have a part of the state."""
         return act() if self.shards.are_everywhere else self.team.at_first(act)
 
-    def bring(self, samples: int, loss: Loss | None) -> Step:
+    def bring(self, samples: int, loss: Loss | None, tip: Tip | None = None) -> Step:
         """Reach a step together.
 
         Args:
             samples, loss: those of this rank.
+            tip: the name of its part of the state, if each rank has one.
 
         Raises:
             ValueError: at all ranks, if they have different gradients.
+            ClusterError: if they have parts of different states.
         """
         digest = self.shards.digest() if samples and not self._is_compared else b""
-        brings = Brings(samples, loss, self.shards.gradients, digest, self.shards.is_ahead)
+        brings = Brings(samples, loss, self.shards.gradients, digest, self.shards.is_ahead, tip)
         step = self.team.decided(STEP, self._summed, brings)
         if step.is_ahead:
             self._spread()
@@ -122,6 +127,13 @@ class Ranks:
                 raise ValueError(
                     f"{names[0]} and {names[rank]} have other gradients: wrap the model in DistributedDataParallel, or "
                     "reduce the gradients before `step`"
+                )
+        for rank, each in enumerate(brought):
+            if each.tip != mine.tip and each.tip is not None and mine.tip is not None:
+                raise ClusterError(
+                    f"{names[rank]} has the state of epoch {each.tip.epoch}, and {names[0]} that of epoch "
+                    f"{mine.tip.epoch}, because an error has ended a step of one of them: load a state at all ranks, "
+                    "by load_state_dict or load_state_from_peers"
                 )
         samples = sum(each.samples for each in brought)
         loss = mean_of((each.loss, each.samples) for each in brought)

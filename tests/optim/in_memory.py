@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.averaging.exchange import Vector
-from shoal.cluster.question import Question
 from shoal.cluster.shards import Unsharded
 from shoal.cluster.team import Alone, Team
 from shoal.compression import NoCompression
@@ -33,6 +32,7 @@ from shoal.optim.lending import Lending
 from shoal.optim.machine import Machine
 from shoal.optim.pieces import Own
 from shoal.optim.pilot import Pilot
+from shoal.optim.ranks import Ranks
 from shoal.optim.rounds import Rounds, Strand, StrandRounds
 from shoal.optim.settings import Settings
 from shoal.optim.state import State
@@ -46,7 +46,6 @@ from tests.optim.piloted import KEYS, outcome_of
 
 HANGS_AFTER = 60.0  # seconds; everything here takes milliseconds
 MOST_SECONDS = 0.001  # of a delay
-SAMPLES: Question[float, list[float]] = Question("samples", float, list[float])
 
 
 class Pace:
@@ -321,6 +320,7 @@ class Rank:
             return made
 
         shards = Unsharded(self.model)
+        self.ranks = Ranks(self.team, shards, [])
         self.made = made = make_torch(settings, make, None, shards, is_cluster=False)
         self.averagers: list[StrandAverager] = []
         self.rounds: Rounds
@@ -380,9 +380,9 @@ class Rank:
             for parameter in self.model:
                 parameter.grad = gradients(parameter)
             with self.team.call("step"):
-                of_ranks = self.team.all(SAMPLES, samples)
+                step = self.ranks.bring(int(samples), None, self.state.tip)
                 self.epoch.take_result(wait=False)
-                self.epoch.advance(Batch.of_ranks(sum(of_ranks) / self.size, None))
+                self.epoch.advance(Batch.of_ranks(step.samples / self.size, None))
 
     def end(self) -> None:
         with self.trainer, torch.no_grad(), self.team.call("end"):

@@ -257,6 +257,51 @@ def test_an_error_of_one_rank_at_each_exchange_is_an_error_of_all(culprit: int) 
         assert f"rank {culprit} has raised ValueError: spilt coffee" in str(others[heard]), (number, found)
 
 
+PLACES: dict[str, Callable[[Rank], tuple[Any, str]]] = {
+    "an exchange": lambda rank: (rank.team, "decided"),
+    "a batch is added": lambda rank: (rank.rounds.work, "add"),
+    "the batches are frozen": lambda rank: (rank.rounds.work, "freeze"),
+    "rounds begin": lambda rank: (rank.rounds, "begin"),
+    "rounds average": lambda rank: (rank.rounds, "average"),
+    "the optimizer steps": lambda rank: (rank.state, "step"),
+    "the model gets the step": lambda rank: (rank.rounds.work, "apply"),
+}
+
+
+def spill_at(rank: Rank, place: str, nth: int) -> None:
+    """One of the calls there raises an error, the `nth`, before it does anything."""
+    owner, name = PLACES[place](rank)
+    usual, left = getattr(owner, name), [nth]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise ValueError("spilt coffee")
+        return usual(*args, **kwargs)
+
+    setattr(owner, name, counting)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_after_an_error_at_any_place_ranks_train_on_or_are_told_to_load(place: str, culprit: int) -> None:
+    for nth in range(24 if place == "an exchange" else 2):
+        with one_cluster() as ranks:
+            in_threads(*[rank.begin for rank in ranks])
+            spill_at(ranks[culprit], place, nth)
+            steps = [[functools.partial(rank.step, gradients(0, step), 4.0) for step in range(8)] for rank in ranks]
+            found = in_threads(
+                *[functools.partial(calls, rank, *does) for rank, does in zip(ranks, steps, strict=True)]
+            )
+            said = [[str(error) for error in each if error is not None] for each in found]
+            for each in said:
+                assert 1 <= sum("spilt coffee" in error for error in each) <= 2, (nth, found)
+                assert all("spilt coffee" in error or "load a state" in error for error in each), (nth, found)
+            if not any("load a state" in error for error in said[0]):
+                assert ranks[0].outcome[:3] == ranks[1].outcome[:3], (nth, found)
+                assert ranks[0].epoch.applied.epoch >= 2, (nth, found)
+
+
 @pytest.mark.parametrize("deaf", [0, 1])
 def test_if_one_rank_has_no_average_when_the_epoch_has_ended_all_are_behind(deaf: int) -> None:
     """They go on with what the others have, or, as here, where nobody has anything, try again."""
