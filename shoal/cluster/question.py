@@ -33,7 +33,7 @@ class Question(Generic[M, T]):
         mine: the type of what each rank brings; `NoneType` if rank 0 decides alone.
         answer: the type of the answer. In `Team.all` it is the list of what all bring.
         may_wait: whether rank 0 sends the answer together with the next one, because each message wakes its receivers.
-            Then it makes no collectives, and nothing that takes time, before that.
+            Until then the others have nothing to do, and rank 0 makes no collectives.
 
     Attributes:
         name, may_wait: as given.

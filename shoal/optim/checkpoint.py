@@ -326,6 +326,11 @@ class StrandCheckpoint(Checkpoint):
         )
 
     @property
+    def _extras(self) -> list[Tensor]:
+        """The extra tensors that this rank saves: those of the first part of the state."""
+        return [tensor for part in self._state.parts for tensor in part.extras]
+
+    @property
     def _described(self) -> list[tuple[list[int], str]]:
         return [(list(parameter.shape), str(parameter.dtype)) for parameter in self._state.described]
 
@@ -345,8 +350,8 @@ class StrandCheckpoint(Checkpoint):
             for strand, part in zip(self._strands.mine, state.parts, strict=True):
                 pieces = {str(number): _on_cpu(piece) for number, piece in enumerate(part.parameters)}
                 found[f"strand {strand}"] = {"parameters": pieces, "statistics": by_name(kept, part.parameters)}
-            if not self._strands.rank:
-                found["extra tensors"] = {str(n): _on_cpu(tensor) for n, tensor in enumerate(state.extra_tensors)}
+            if extras := self._extras:
+                found["extra tensors"] = {str(number): _on_cpu(tensor) for number, tensor in enumerate(extras)}
         return found
 
     def misfit(self, given: StateDict) -> str:
@@ -367,15 +372,11 @@ class StrandCheckpoint(Checkpoint):
         known = {} if state.scheduler is None else state.scheduler.state_dict()
         if unknown := set(common.scheduler or ()) - set(known):
             raise ValueError(f"this optimizer's scheduler has no {', '.join(sorted(unknown))}")
-        if not self._strands.rank:
-            if common.extras != len(state.extra_tensors):
-                raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
-            extras = given.get("extra tensors", {})
-            for number, mine in enumerate(state.extra_tensors):
-                if not _is_like(extras.get(str(number)), mine):
-                    raise ValueError(
-                        f"extra tensor {number} is not in the state, or of another shape or dtype than here"
-                    )
+        if common.extras != len(state.extra_tensors):
+            raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
+        for number, tensor in enumerate(self._extras):
+            if not _is_like(given.get("extra tensors", {}).get(str(number)), tensor):
+                raise ValueError(f"extra tensor {number} is not in the state, or of another shape or dtype than here")
         options_of(common.stepped, state.optimizer)
         for strand, part in zip(self._strands.mine, state.parts, strict=True):
             saved = given.get(f"strand {strand}", {})
@@ -414,7 +415,7 @@ class StrandCheckpoint(Checkpoint):
             mine = state.scheduler.state_dict()
             saved = {name: restored(value, mine[name], name) for name, value in common.scheduler.items()}
             state.scheduler.load_state_dict(mine | saved)
-        for number, tensor in enumerate([] if strands.rank else state.extra_tensors):
+        for number, tensor in enumerate(self._extras):
             tensor.copy_(given["extra tensors"][str(number)])
 
 

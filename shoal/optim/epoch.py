@@ -6,26 +6,23 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
-from torch.optim import Optimizer
 
 from shoal.averaging.exchange import Exchange, Vector, exchange_of
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
-from shoal.flat import after_loading, after_saving, before_loading, before_saving
 from shoal.health.record import FaultKind
 from shoal.interrupts import finished, unbroken
 from shoal.membership.pin import Pin
 from shoal.optim.accumulator import factor_of
-from shoal.optim.checkpoint import Checkpoint, StrandCheckpoint
 from shoal.optim.division import in_order
 from shoal.optim.eval_mode import Mode
 from shoal.optim.kept import Kept, read_kept
@@ -186,11 +183,6 @@ RESTS = Question("rests", NoneType, bool)
 REPLAY = Question("replay", NoneType, bool)
 TIP = Question[None, Tip | None]("tip", NoneType, Tip | None)
 PAUSE = Question("pause", NoneType, bool)
-BEFORE_SAVING = Question("hooks before saving", NoneType, NoneType)
-PREPARED = Question("prepared to save", NoneType, NoneType)
-GIVEN = Question("given", NoneType, NoneType)
-COMMON = Question("common", bool, bytes)
-MISFITS = Question("misfits", str, list[str])
 KEEPS = Question("keeps", bool, Keeps)
 MAY_LOAD = Question("may load", NoneType, bool)
 HAS_FAILED = Question("has failed to load", NoneType, bool)
@@ -272,10 +264,12 @@ class Epoch:
     def _is_called(self) -> bool:
         return self._pilot.is_called(self._state.tip)
 
-    def _is_at_start(self) -> bool:
-        """Whether the model is still the anchor, by rank 0: an error may have kept another rank from a step."""
-        may_be = self._work.has_anchor and not self._state.tip.epoch
-        return may_be and self._team.decided(AT_START, lambda _: self._work.is_at_start)
+    def take_over_at_start(self) -> None:
+        """If the model is still the anchor that all have, continue from it as the user has written it."""
+        may_be = self._work.has_anchor and not self._state.tip.epoch and self.state is not EpochState.CLOSED
+        # By rank 0, since an error may have kept another rank from a step.
+        if may_be and self._team.decided(AT_START, lambda _: self._work.is_at_start):
+            self.take_over()
 
     # -- within an epoch
 
@@ -286,8 +280,7 @@ class Epoch:
         Args:
             batch: that of this step; in a cluster it has the samples of all ranks.
         """
-        if self._is_at_start():
-            self.take_over()  # the model is the anchor that all have
+        self.take_over_at_start()
         then = self._team.decided(
             ADVANCE, lambda _: self._lead(batch), then=lambda lead: self._follow(lead, batch)
         ).then
@@ -834,81 +827,6 @@ class Epoch:
         finally:
             if was_in_eval:
                 self._to_mode("eval")
-
-    def state_dict(self, checkpoint: Checkpoint, hooked: Optimizer) -> dict[str, Any]:
-        """See `Optimizer`. Hooks of users are called at rank 0.
-
-        Args:
-            checkpoint: saves the state.
-            hooked: the `shoal.Optimizer`, whose hooks are called around those of the wrapped one.
-        """
-        self._team.decided(BEFORE_SAVING, lambda _: before_saving(hooked))
-        self.settle()
-        if self.state is not EpochState.CLOSED and self._is_at_start():
-            self.take_over()  # the model is the anchor that is saved
-        self._team.decided(PREPARED, lambda _: checkpoint.before_saving())
-        state = checkpoint.state_dict()
-
-        def save() -> dict[str, Any]:
-            state["shoal"]["grad_averager"] = self._rounds.carried()
-            return after_saving(hooked, state)
-
-        return self._team.at_first(save)
-
-    def load_state_dict(self, state_dict: dict[str, Any], checkpoint: Checkpoint, hooked: Optimizer) -> None:
-        """See `Optimizer` and `state_dict`."""
-        given = checkpoint.elsewhere
-
-        def prepare() -> None:
-            nonlocal given
-            found = before_loading(hooked, state_dict)
-            given = checkpoint.before_loading(found)
-            if self.state is not EpochState.CLOSED:
-                self._load_carried(found.get("shoal", {}).get("grad_averager", {}))
-
-        def load() -> None:
-            checkpoint.load_state_dict(given)
-            self._work.settle_load()
-
-        with self._state.keeping_model(self.is_busy):  # it was loaded before, and a step may be under way
-            self.take_result(wait=True)
-        self._team.decided(GIVEN, lambda _: prepare())
-        self.continue_from(load)
-        self._team.at_first(lambda: checkpoint.after_loading(given))
-        self._team.at_first(lambda: after_loading(hooked))
-
-    def _load_carried(self, state: Mapping[str, Any]) -> None:
-        try:
-            self._rounds.load_carried(state)
-        except ValueError as error:
-            raise ValueError(
-                f"the state dict was saved with another grad_averager_factory: {error}; to go on without what that "
-                'averager kept, remove state_dict["shoal"]["grad_averager"]'
-            ) from error
-
-    def strands(self, checkpoint: StrandCheckpoint, hooked: Optimizer) -> dict[str, Any]:
-        """This rank's part of the state, for `torch.distributed.checkpoint`. See `state_dict`; each rank calls its own
-        hooks."""
-        before_saving(hooked)
-        self.take_result(wait=True)
-        common = self._team.decided(COMMON, lambda _: checkpoint.common(), True)  # after the hooks of all ranks
-        return after_saving(hooked, checkpoint.save(common))
-
-    def load_strands(self, state: dict[str, Any], checkpoint: StrandCheckpoint, hooked: Optimizer) -> None:
-        """Continue from this rank's part of a state.
-
-        Raises:
-            ValueError: if a rank can't. Then nothing has changed.
-        """
-        given = before_loading(hooked, state)
-        self._team.refuse(MISFITS, checkpoint.misfit(given))
-
-        def load() -> None:
-            checkpoint.load(given)
-            self._work.settle_load()
-
-        self.continue_from(load)
-        after_loading(hooked)
 
     def continue_from(self, load: Callable[[], None]) -> None:
         """Continue from another state, which `load` sets."""

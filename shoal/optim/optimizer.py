@@ -31,7 +31,7 @@ from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
-from shoal.optim.checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
+from shoal.optim.checkpoint import NO_STRANDS, StrandState
 from shoal.optim.choice import background_of, make_checkpoint, make_rounds, make_state, make_torch, shown_by
 from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
@@ -48,6 +48,7 @@ from shoal.optim.progress import LocalProgress, Refresh, RunProgress, refresh_of
 from shoal.optim.ranks import Ranks
 from shoal.optim.reports import Event, ReachabilityReport, fields_of_event
 from shoal.optim.run import Run
+from shoal.optim.saving import Saving
 from shoal.optim.settings import (
     CLUSTER,
     NO_BATCH_SIZE,
@@ -396,7 +397,8 @@ class Optimizer(ShowsGroups):
         transfers = Transfers(settings, team, state, rounds.work, pilot, self._donors)
         self._epoch = epoch = Epoch(settings, team, state, rounds, pilot, transfers, background)
         self._team.at_first(lambda: self._make_vitals(pilot))
-        self._checkpoint = make_checkpoint(state, rounds.work, shards)
+        checkpoint = make_checkpoint(state, rounds.work, shards)
+        self._saving = Saving(self, team, epoch, state, rounds, checkpoint)
         self._team.when_lost(self._stop)
         try:
             transfers.serve(lambda: epoch.is_behind)  # before newcomers meet this peer
@@ -617,7 +619,7 @@ class Optimizer(ShowsGroups):
         reports = self._run.swarm.contacts.reports  # one for each change of the members that this peer reaches
         while reports:
             found = reports.popleft()
-            self._tell_event(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
+            self._give(ReachabilityReport(found.num_peers, tuple(map(str, found.unreached)), found.advice))
 
     def _step(self, batch: Batch) -> torch.Tensor | None:
         work, state, closure = self._rounds.work, self._state, batch.closure
@@ -777,7 +779,7 @@ class Optimizer(ShowsGroups):
         """
 
         def save() -> dict[str, Any]:
-            return self._epoch.state_dict(self._checkpoint, self)
+            return self._saving.state_dict()
 
         with self._in_trainer("state_dict"):
             # Otherwise the other ranks need not be there.
@@ -805,7 +807,7 @@ class Optimizer(ShowsGroups):
         def load() -> None:
             if not self._closed:
                 self._team.at_first(self._check_dht)
-            self._epoch.load_state_dict(state_dict, self._checkpoint, self)
+            self._saving.load_state_dict(state_dict)
 
         with self._in_trainer("load_state_dict"):
             ranks, shards = self._ranks, self._ranks.shards
@@ -832,17 +834,16 @@ class Optimizer(ShowsGroups):
         """
         if not self._ranks.shards.are_pieces:
             raise ValueError(NO_STRANDS)
-        checkpoint = cast(StrandCheckpoint, self._checkpoint)
 
         def give() -> dict[str, Any]:
             with self._in_trainer("strand_state().state_dict"):
-                return self._together("strand_state().state_dict", lambda: self._epoch.strands(checkpoint, self))
+                return self._together("strand_state().state_dict", self._saving.own_part)
 
         def take(state: dict[str, Any]) -> None:
             def load() -> None:
                 if not self._closed:
                     self._team.at_first(self._check_dht)
-                self._epoch.load_strands(state, checkpoint, self)
+                self._saving.load_own_part(state)
 
             with self._in_trainer("strand_state().load_state_dict"):
                 self._together("strand_state().load_state_dict", load)
@@ -929,8 +930,11 @@ class Optimizer(ShowsGroups):
 
     def _tell_event(self, event: Event) -> None:
         self._vitals.heard(event)
-        if not isinstance(event, ReachabilityReport):  # the run has logged a warning of that already
-            log.info("%s", event, extra=fields_of_event(event))
+        log.info("%s", event, extra=fields_of_event(event))
+        self._give(event)
+
+    def _give(self, event: Event) -> None:
+        """Give an event to the user."""
         if self.on_event is None:
             return
         with users_handlers(), users_modes():

@@ -28,7 +28,6 @@ from shoal.optim.result import Cost
 from shoal.optim.run import Run
 from shoal.optim.turns import is_called_away, wait_for
 from shoal.p2p.identity import PeerID
-from shoal.swarm.loading import DoesNotFit
 from shoal.swarm.protocol.contribution import BytesExchange, Contribution, Fault, Outcome, SendTo
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
 from shoal.swarm.protocol.line import Line
@@ -801,7 +800,7 @@ class Pilot:
         stays = error is not None and swarm.tip != tip
         if stays:
             self.run.follow(tip)
-        if isinstance(error, DoesNotFit):
+        if error is not None and error.again is not None:
             room_in = min(error.again, LONGEST_REST)
             seconds = self.run.call(lambda: swarm.wait_for_room(room_in))
         else:

@@ -31,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class DoesNotFit(AveragingError):
-    """The run does not wait for as long as this peer needs to load the state, and an epoch is shorter than that.
-
-    Attributes:
-        again: after so many seconds the run may wait for as long.
-    """
+    """The run does not wait for as long as this peer needs to load the state, and an epoch is shorter than that."""
 
     def __init__(self, text: str, again: float) -> None:
         super().__init__(text)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class AveragingError(Exception):
-    """A round gave no result. Its inputs have not changed. The message says why."""
+    """A round gave no result. Its inputs have not changed. The message says why.
+
+    Attributes:
+        again: the number of seconds after which it makes sense to try again, if the run has told that; else None.
+    """
+
+    again: float | None = None
 
 
 class Rejected(AveragingError):
