@@ -235,18 +235,65 @@ def errors() -> Any:
 
 
 def after_the_step() -> Any:
-    """A callback of the user at rank 0 raises once, when the end of an epoch was applied and no model has it yet."""
+    """A callback of the user at rank 0 raises once, when the end of an epoch was applied at rank 0 alone, or by no
+    model yet; then without that error."""
+    results: list[Any] = []
+    for left in ([spill] if RANK == 0 else [], []):
+        model = layers()
+        net = DistributedDataParallel(model)
+        optimizer = made(model, target_batch_size=None, outer=shoal.DiLoCo(inner_steps=2))
+        optimizer.on_event = lambda _, left=left: left.pop()() if left else None
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(net)
+            found.append(error_of(optimizer.step))
+        results.append([found, optimizer.local_epoch, values(model)])
+        optimizer.shutdown()
+    return results
+
+
+def in_callbacks() -> Any:
+    """With one strand, rank 0 has all that a callback may ask for."""
     model = layers()
     net = DistributedDataParallel(model)
-    optimizer = made(model, target_batch_size=None, outer=shoal.DiLoCo(inner_steps=2))
-    left = [spill] if RANK == 0 else []
-    optimizer.on_event = lambda event: left.pop()() if left else None
-    found = []
-    for _ in range(4):
+    optimizer = made(model)
+    epochs: list[Any] = []
+
+    def save(event: Any) -> None:
+        optimizer.settle()
+        epochs.append(optimizer.state_dict()["state"]["local_epoch"])
+        optimizer.step(batch_size=0)
+
+    optimizer.on_event = save
+    for _ in range(3):
         optimizer.zero_grad()
         backward(net)
-        found.append(error_of(optimizer.step))
-    return [found, optimizer.local_epoch, values(model)]
+        optimizer.step()
+    return [epochs, optimizer.local_epoch, values(model)]
+
+
+def unused_dht() -> Any:
+    """With one strand, a DHT of another rank than 0 has no effect, whatever becomes of it."""
+    model = layers()
+    first = (
+        [list(map(str, made_dht.get_visible_maddrs()))] if (made_dht := shoal.DHT(start=True)) and RANK == 0 else [[]]
+    )
+    dist.broadcast_object_list(first)
+    if RANK:
+        made_dht.shutdown()
+        made_dht = shoal.DHT(first[0], client_mode=True, start=True)
+    given: dict[str, Any] = {"params": model.parameters(), "optimizer": sgd, "cluster": shoal.Cluster(strands=1)}
+    optimizer: Any = shoal.Optimizer(
+        dht=made_dht, run_id="r", target_batch_size=8, batch_size_per_step=4, client_mode=False, **given
+    )
+    backward(DistributedDataParallel(model))
+    optimizer.step()
+    if RANK:
+        made_dht.shutdown()
+    alive = optimizer.is_alive()
+    optimizer.finish()
+    return [alive, optimizer.local_epoch, values(model)]
 
 
 def lagging() -> Any:
@@ -469,6 +516,7 @@ def closures() -> Any:
 CASES = [
     two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
     unlike, late, ended, hooks, no_memory, groups_are_set, closures, after_the_step, lagging, one_element,
+    in_callbacks, unused_dht,
 ]  # fmt: skip
 
 

@@ -116,13 +116,28 @@ def test_what_one_rank_raises_is_raised_at_all_and_they_go_on(tmp_path: Path, st
     assert "gradients of other parameters" in none_there
 
 
-def test_after_an_error_at_the_end_of_an_epoch_the_model_has_the_step(tmp_path: Path) -> None:
-    first, second = found_by("after_the_step", 2, tmp_path, 2)
+@pytest.mark.parametrize("strands", [1, 2])
+def test_after_an_error_at_the_end_of_an_epoch_the_model_has_the_step(tmp_path: Path, strands: int) -> None:
+    by_rank = found_by("after_the_step", 2, tmp_path, strands)
+    assert all(failed[1:] == smooth[1:] == by_rank[0][1][1:] for failed, smooth in by_rank)
+    assert by_rank[0][1][:2] == [[""] * 4, 2]
+    (first, _, _), (second, _, _) = (failed for failed, _ in by_rank)
+    assert first == ["", "ValueError: spilt coffee", "", ""]
+    assert second[1].startswith("ClusterError: rank 0 ")
+    assert second[::2] + second[3:] == [""] * 3
+
+
+def test_a_callback_at_rank_0_makes_any_call_with_one_strand(tmp_path: Path) -> None:
+    first, second = found_by("in_callbacks", 2, tmp_path)
+    assert (first[0], second[0]) == ([1, 2, 3], [])
     assert first[1:] == second[1:]
-    assert first[1] == 2
-    assert first[0] == ["", "ValueError: spilt coffee", "", ""]
-    assert second[0][1].startswith("ClusterError: rank 0 ")
-    assert second[0][::2] + second[0][3:] == [""] * 3
+    assert first[1] == 3
+
+
+def test_a_dht_that_has_no_run_has_no_effect(tmp_path: Path) -> None:
+    first, second = found_by("unused_dht", 2, tmp_path)
+    assert first == second
+    assert first[:2] == [True, 1]
 
 
 def test_a_rank_that_lacks_a_step_is_named_until_all_load_a_state(tmp_path: Path) -> None:
