@@ -489,7 +489,7 @@ class Optimizer(ShowsGroups):
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
         lost."""
         is_reached = self.dht is None or self.dht.is_alive()
-        return not self._closed and is_reached and self._team.is_whole and not self._team.has_left
+        return not self._closed and is_reached and self._team.is_alive
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Report the loss of a batch, which `shoal top`, `shoal monitor` and `metrics_port` show. Every 10 s this peer
