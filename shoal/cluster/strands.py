@@ -16,8 +16,9 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.cluster.exchange import Exchange, Part
+from shoal.cluster.shards import Shards
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
-from shoal.cluster.whole import digest_of, local
+from shoal.cluster.whole import local
 from shoal.flat import Places, holders_of, is_per_tensor, living_modules
 
 T = TypeVar("T")
@@ -36,51 +37,46 @@ class Ranks(Protocol):
     def strands(self) -> int: ...
 
 
-class Strands:
+class Strands(Shards):
     """A model's parameters as pieces, which an optimizer steps: one for each parameter and each strand of this rank.
 
     With L strands, strand k of a parameter with n elements is its elements k*n//L to (k+1)*n//L in row-major order,
     however many ranks there are. All ranks carry the same number of strands. They carry them in the order of the shards
     that they hold, so a rank carries nearly the same elements that it holds; only some at the borders differ.
 
-    The methods that move values are collectives: all ranks call them at the same time. Values are moved bit for bit.
-    Modules keep the model's parameters when the user loads others with `assign=True`.
+    Values are moved bit for bit. Modules keep the model's parameters when the user loads others with `assign=True`.
 
     Args:
         cluster: the ranks. Their number divides the number of strands.
         params: as for an optimizer: tensors, (name, tensor) pairs or parameter groups of either.
 
     Attributes:
-        group, rank: those of the cluster.
+        rank: that of the cluster.
         mine: the strands that this rank carries.
         carriers: the rank that carries each strand.
-        given: the parameters as they were given.
         params: the same with pieces in place of parameters: in each group the pieces of the first strand, then those of
             the second, and so on. The names of pieces end in the strand, as in "0.weight[3/8]".
         groups: `params` as parameter groups.
         pieces: the pieces in `params`, in order.
-        model: the model's parameters, in order.
         numbers: for each strand of `mine`, the indices of its pieces in `pieces`.
-        of: by the id of a piece: the model's parameter.
-        is_ahead: whether the pieces were changed since they were last spread to the model. Code that changes them sets
-            this.
+        is_ahead: whether the pieces were changed since `spread`. Code that changes them sets this.
         always_sends_frozen: see `shoal.optim.division.Division`.
-        are_everywhere, are_here, are_pieces: see `Shards`.
+        the others: see `Shards`.
 
     Raises:
         ValueError: if `params` contains something other than parameters, or a parameter that is neither sharded on dim
             0 over exactly these ranks nor held whole by all of them. Then nothing was changed.
     """
 
-    always_sends_frozen = are_everywhere = are_here = are_pieces = True
+    always_sends_frozen = are_pieces = True
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
-        self.group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
-        self.is_ahead = False
         given = list(params)
-        self.given, groups = given, given if given and isinstance(given[0], dict) else [{"params": given}]
+        super().__init__(given, cluster.group)
+        self.rank, self._size = cluster.rank, cluster.size
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         named = [[_named(item) for item in _listed(group["params"])] for group in groups]
-        self.model: list[Tensor] = [parameter for items in named for _, parameter in items]
+        self.model = self._alike = [parameter for items in named for _, parameter in items]
         names = [name for items in named for name, _ in items]
 
         ranks = _global_ranks(self.group)
@@ -97,16 +93,15 @@ class Strands:
         self._route: Callable[[tuple[range, ...], tuple[range, ...]], Route]
         self._route = functools.cache(functools.partial(route_of, self.rank, order))
 
-        self.pieces: list[nn.Parameter] = []
+        self.pieces = self._apart = list[nn.Parameter]()
         self.numbers: list[list[int]] = [[] for _ in self.mine]
-        self.of: dict[int, Tensor] = {}
         self._pieces_of: list[list[int]] = [[] for _ in self.model]  # for each parameter: the indices of its pieces
         made: list[list[Any]] = []
         for items in named:
             made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
         self.groups = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
         if groups is given:
-            self.params: list[Any] = self.groups
+            self.params = self.groups
         else:
             self.params = made[0]
         self._places = Places(self.model)
@@ -133,10 +128,6 @@ class Strands:
         return not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
 
     # -- between the model and the pieces
-
-    def gather_for_step(self) -> None:
-        """Gather the gradients."""
-        self.gather_gradients()
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -173,27 +164,13 @@ class Strands:
                 wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
                 exchange.add(route, has, wants, parameter.device)
 
-    @torch.no_grad()
-    def spread(self, more: Iterable[Tensor]) -> None:
-        """Copy the pieces of all ranks to the model. Also copy the tensors in `more`, which each rank holds whole, from
-        rank 0."""
+    def _spread(self) -> None:
+        """See `Shards`."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
                 model = self._part(number, parameter)
                 exchange.add(route, self._parts(number, self.pieces), model, parameter.device, local(parameter))
-        self.is_ahead = False
-        for tensor in more:
-            self._broadcast(tensor.detach())
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
-        if self.group is None:
-            return
-        sent = tensor.contiguous()
-        dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group)
-        if sent is not tensor:
-            tensor.copy_(sent)
 
     # -- between rank 0 and the pieces
 
@@ -293,28 +270,6 @@ class Strands:
             names = [name.rpartition("[")[0] for name in group.get("param_names", ())[:count]]
             found.append({**group, "params": group["params"][:count]} | ({"param_names": names} if names else {}))
         return found
-
-    # -- what ranks compare
-
-    @property
-    def gradients(self) -> bytes:
-        """Which of the parameters have a gradient, as bits."""
-        flags = [parameter.grad is not None for parameter in self.model]
-        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
-
-    def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of all parameters of the model, and of the pieces."""
-        for piece in self.pieces:
-            piece.grad = None
-        for parameter in self.model:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    def digest(self) -> bytes:
-        """See `digest_of`."""
-        return digest_of(self.model)
 
 
 # -- the given parameters
