@@ -39,7 +39,7 @@ class Shards:
 
     def __init__(self, given: Any, group: dist.ProcessGroup | None = None) -> None:
         self.given = self.params = given
-        self.group = group
+        self.group, self._source = group, 0 if group is None else dist.get_global_rank(group, 0)
         self.model: list[Tensor] = []
         self.of: dict[int, Tensor] = {}
         self._apart: Sequence[Tensor] = ()  # what is stepped and is no parameter of the model
@@ -75,9 +75,8 @@ class Shards:
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
-        assert self.group is not None
         sent = tensor.contiguous()
-        dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast(sent, self._source, group=self.group)
         if sent is not tensor:
             tensor.copy_(sent)
 

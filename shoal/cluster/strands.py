@@ -19,7 +19,7 @@ from shoal.cluster.exchange import Exchange, Part
 from shoal.cluster.shards import Shards
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
 from shoal.cluster.whole import local
-from shoal.flat import Places, holders_of, is_per_tensor, living_modules
+from shoal.flat import Listed, Places, holders_of, is_per_tensor, living_modules
 
 T = TypeVar("T")
 
@@ -71,13 +71,11 @@ class Strands(Shards):
     always_sends_frozen = are_pieces = True
 
     def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
-        given = list(params)
-        super().__init__(given, cluster.group)
+        listed = Listed(params)
+        super().__init__(listed.params, cluster.group)
         self.rank, self._size = cluster.rank, cluster.size
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        named = [[_named(item) for item in _listed(group["params"])] for group in groups]
-        self.model = self._alike = [parameter for items in named for _, parameter in items]
-        names = [name for items in named for name, _ in items]
+        names = [name for name, _ in listed.named]
+        self.model = self._alike = [parameter for _, parameter in listed.named]
 
         ranks = _global_ranks(self.group)
         places = [_places(self.model[n], ranks, names[n], n) for n in range(len(self.model))]
@@ -93,33 +91,33 @@ class Strands(Shards):
         self._route: Callable[[tuple[range, ...], tuple[range, ...]], Route]
         self._route = functools.cache(functools.partial(route_of, self.rank, order))
 
-        self.pieces = self._apart = list[nn.Parameter]()
+        self.pieces: list[nn.Parameter] = []
+        self._apart = self.pieces
         self.numbers: list[list[int]] = [[] for _ in self.mine]
         self._pieces_of: list[list[int]] = [[] for _ in self.model]  # for each parameter: the indices of its pieces
-        made: list[list[Any]] = []
-        for items in named:
-            made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
-        self.groups = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
-        if groups is given:
-            self.params = self.groups
-        else:
-            self.params = made[0]
+        self.groups: list[dict[str, Any]] = []
+        first = 0
+        for group in listed.groups:
+            numbers = range(first, first := first + len(group["params"]))
+            self.groups.append({**group, "params": self._each(numbers, names, cluster.strands)})
+        self.params = self.groups if listed.has_groups else self.groups[0]["params"]
         self._places = Places(self.model)
         self._places.keep()
         self.gather_parameters()
 
-    def _each(self, items: Sequence[tuple[str | None, Tensor]], first: int, strands: int) -> list[Any]:
-        """Make the pieces of one group. `first` is the number of its first parameter."""
+    def _each(self, numbers: range, names: Sequence[str], strands: int) -> list[Any]:
+        """Make the pieces of one group, which has the parameters with these numbers."""
         made: list[Any] = []
         for index, strand in enumerate(self.mine):
-            for number, (name, parameter) in enumerate(items, first):
+            for number in numbers:
+                name, parameter = names[number], self.model[number]
                 memory = torch.empty(len(self._spans[number][index]), dtype=parameter.dtype, device=parameter.device)
                 piece = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                 self.numbers[index].append(len(self.pieces))
                 self._pieces_of[number].append(len(self.pieces))
                 self.pieces.append(piece)
                 self.of[id(piece)] = parameter
-                made.append(piece if name is None else (f"{name}[{strand}/{strands}]", piece))
+                made.append((f"{name}[{strand}/{strands}]", piece) if name else piece)
         return made
 
     @functools.cached_property
@@ -272,20 +270,6 @@ class Strands(Shards):
         return found
 
 
-# -- the given parameters
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _named(item: Any) -> tuple[str | None, Tensor]:
-    name, parameter = item if isinstance(item, tuple) else (None, item)
-    if not isinstance(parameter, Tensor):
-        raise ValueError(f"params= has a {type(parameter).__name__}: give tensors, or parameter groups")
-    return name, parameter
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
@@ -302,7 +286,7 @@ def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
 Place = tuple[int, int]  # the number of the shard that a rank holds, and the number of its copy of it
 
 
-def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: int) -> list[Place] | None:
+def _places(parameter: Tensor, ranks: Sequence[int], name: str, number: int) -> list[Place] | None:
     """The place of each rank; None if each rank holds the whole parameter.
 
     Raises:

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.cluster.shards import Shards
+from shoal.flat import Listed
 
 T = TypeVar("T")
 
@@ -32,15 +33,14 @@ class Whole(Shards):
     are_everywhere = False
 
     def __init__(self, group: dist.ProcessGroup, params: Iterable[Any]) -> None:
-        given = list(params)
-        super().__init__(given, group)
+        listed = Listed(params)
+        super().__init__(listed.params, group)
         self.are_here = self._is_first = dist.get_rank(group) == 0
         self._has_stepped = False
-        self._whole: list[Tensor] = []
-        if given and isinstance(given[0], dict):
-            self.params = [{**group, "params": self._each(group["params"])} for group in given]
-        else:
-            self.params = self._each(given)
+        self.model = [parameter for _, parameter in listed.named]
+        self._whole = [self._in_one_piece(parameter) for parameter in self.model]
+        self.of = dict(zip(map(id, self._whole), self.model, strict=True))
+        self.params = listed.like_given(self._whole)
         pairs = zip(self.model, self._whole, strict=True)
         self._sharded = [(parameter, whole) for parameter, whole in pairs if isinstance(parameter, DTensor)]
         self._alike, self._apart = [p for p, _ in self._sharded], [whole for _, whole in self._sharded]
@@ -49,19 +49,6 @@ class Whole(Shards):
     def gathers_alone(self) -> bool:
         """Whether no parameter is sharded."""
         return not self._sharded
-
-    def _each(self, params: Any) -> list[Any]:
-        return [self._one(item) for item in ([params] if isinstance(params, Tensor) else params)]
-
-    def _one(self, item: Any) -> Any:
-        if isinstance(item, tuple):
-            return item[0], self._one(item[1])
-        if not isinstance(item, Tensor):
-            raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
-        self.model.append(item)
-        self._whole.append(self._in_one_piece(item))
-        self.of[id(self._whole[-1])] = item
-        return self._whole[-1]
 
     @torch.no_grad()
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
