@@ -95,9 +95,8 @@ class Shards:
 
     @property
     def gradients(self) -> bytes:
-        """Which of the parameters have a gradient, as bits. They must be equal at all ranks."""
-        flags = [parameter.grad is not None for parameter in self._alike]
-        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
+        """Which of the parameters have a gradient, a byte for each. They must be equal at all ranks."""
+        return bytes([parameter.grad is not None for parameter in self._alike])
 
     def digest(self) -> bytes:
         """The hash of all gradients that must be equal at all ranks: those of unsharded parameters."""
