@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from torch import distributed as dist
 
-from shoal.cluster.messages import Answered, Awaited, Brought, WaitOver
+from shoal.cluster.messages import Answered, Awaited, HandedIn, WaitOver
 from shoal.cluster.question import NOTHING, Nothing, Question
 from shoal.cluster.ties import HAS_LEFT, ClusterError, Ties, framed, text_of
 
@@ -126,10 +126,10 @@ class Led(Call):
             missing = [rank for rank in missing if rank not in values]
         return [value for _, value in sorted(values.items())]
 
-    def _brought(self, rank: int, question: str) -> Brought | None:
+    def _brought(self, rank: int, question: str) -> HandedIn | None:
         """What a rank has brought to a question; None if it is not there yet."""
         while (message := self._ties.take(rank)) is not None:
-            assert isinstance(message, Brought)
+            assert isinstance(message, HandedIn)
             if message.error and message.number > self._known:
                 raise ClusterError(f"{self._ties.names[rank]} has raised {message.error}")
             if message.number < self._number:
@@ -211,7 +211,7 @@ class Followed(Call):
         if mine is not NOTHING:
             if self._own is not None:
                 raise self._own
-            self._ties.send(framed(Brought(self._number, self.name, question.name, _encode(mine))))
+            self._ties.send(framed(HandedIn(self._number, self.name, question.name, _encode(mine))))
         answer = question.answered(self._heard(question.name))
         try:
             then(answer)
@@ -252,7 +252,7 @@ class Followed(Call):
     def fail(self, error: BaseException) -> None:
         """See `Call`."""
         if not self.has_failed:
-            _tell(self._ties, framed(Brought(self._number, self.name, "", error=text_of(error))), error)
+            _tell(self._ties, framed(HandedIn(self._number, self.name, "", error=text_of(error))), error)
 
 
 def _tell(ties: Ties, said: bytes, error: BaseException) -> None:

@@ -8,33 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shoal.cluster.exchange import Exchange, Part
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.exchange import Exchange, Stretch
 from shoal.cluster.shards import Shards
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
 from shoal.cluster.whole import local
 from shoal.flat import Listed, Places, holders_of, is_per_tensor, living_modules
 
 T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """The attributes of a `Cluster` that are used here. Without a group it is a single process."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def strands(self) -> int: ...
 
 
 class Strands(Shards):
@@ -70,7 +58,7 @@ class Strands(Shards):
 
     always_sends_frozen = are_pieces = True
 
-    def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
+    def __init__(self, cluster: Cluster, params: Iterable[Any]) -> None:
         listed = Listed(params)
         super().__init__(listed.params, cluster.group)
         self.rank, self._size = cluster.rank, cluster.size
@@ -133,7 +121,8 @@ class Strands(Shards):
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._held[number], self._owned[number])
-                exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
+                has, wants = self._stretch(number, parameter), self._stretches(number, self.pieces)
+                exchange.add(route, has, wants, parameter.device)
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
@@ -150,7 +139,7 @@ class Strands(Shards):
                     gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
                 spans = self._spans[number]
                 route = self._route(self._held[number], self._owned[number])
-                has = self._part(number, gradient)
+                has = self._stretch(number, gradient)
                 if not route.exchanged:  # the pieces are adjacent in this rank's memory, so nothing is copied
                     owned = has[0].view(self._owned[number][self.rank])
                     for piece, values in zip(pieces, torch.split(owned, [len(span) for span in spans]), strict=True):
@@ -159,7 +148,7 @@ class Strands(Shards):
                 for piece in pieces:
                     if piece.grad is None or piece.grad.dtype != gradient.dtype:
                         piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
-                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                wants = [Stretch(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
                 exchange.add(route, has, wants, parameter.device)
 
     def _spread(self) -> None:
@@ -167,8 +156,8 @@ class Strands(Shards):
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
-                model = self._part(number, parameter)
-                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, local(parameter))
+                model = self._stretch(number, parameter)
+                exchange.add(route, self._stretches(number, self.pieces), model, parameter.device, local(parameter))
 
     # -- between rank 0 and the pieces
 
@@ -193,12 +182,12 @@ class Strands(Shards):
             for number, parameter in enumerate(self.model):
                 if self._pieces_of[number][0] not in values:
                     continue
-                parts, wants = self._parts(number, values), []
+                has, wants = self._stretches(number, values), []
                 if self.rank == 0:
-                    wholes[number] = torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu")
-                    wants = [Part(0, wholes[number].view(-1))]
+                    wholes[number] = torch.empty(parameter.shape, dtype=has[0].values.dtype, device="cpu")
+                    wants = [Stretch(0, wholes[number].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))
-                exchange.add(route, parts, wants, parameter.device)
+                exchange.add(route, has, wants, parameter.device)
         return wholes
 
     @torch.no_grad()
@@ -217,27 +206,24 @@ class Strands(Shards):
             for number, whole in sorted(wholes.items()):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
-                has = [Part(0, whole.detach().reshape(-1))] if self.rank == 0 else []
-                route, device = (
-                    self._route(self._at_first(self.model[number]), self._owned[number]),
-                    self.model[number].device,
-                )
-                exchange.add(route, has, self._parts(number, found), device)
+                has = [Stretch(0, whole.detach().reshape(-1))] if self.rank == 0 else []
+                route = self._route(self._at_first(self.model[number]), self._owned[number])
+                exchange.add(route, has, self._stretches(number, found), self.model[number].device)
         return found
 
     def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
         return (range(parameter.numel()), *[range(0)] * (self._size - 1))
 
-    def _part(self, number: int, tensor: Tensor) -> list[Part]:
+    def _stretch(self, number: int, tensor: Tensor) -> list[Stretch]:
         """This rank's values of that parameter, or of its gradient, in `tensor`: its memory if it is contiguous, else a
         copy."""
-        return [Part(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
+        return [Stretch(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
 
-    def _parts(self, number: int, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Part]:
-        """The parts of that parameter that this rank carries, in `tensors`, which has one tensor for each piece, by its
-        index."""
+    def _stretches(self, number: int, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Stretch]:
+        """The stretches of that parameter that this rank carries, in `tensors`, which has one tensor for each piece, by
+        its index."""
         places = zip(self._spans[number], self._pieces_of[number], strict=True)
-        return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+        return [Stretch(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
 
     # -- the parts of the state, see `shoal.optim.division.Division`
 
