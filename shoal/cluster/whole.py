@@ -1,5 +1,5 @@
-"""Keeps the parameters of a sharded model in one piece at rank 0. Only this file, `shards` and `strands` use
-DTensor."""
+"""Keeps the parameters of a sharded model in one piece at rank 0. In this room, only this file, `shards` and
+`strands` use DTensor."""
 
 from __future__ import annotations
 
