@@ -31,10 +31,11 @@ class Shards:
         are_everywhere: whether each rank steps some, and not only rank 0.
         are_here: whether this rank steps some.
         are_pieces: whether pieces of parameters are stepped, in memory of their own.
+        gathers_alone: whether gathering needs no collective.
         is_ahead: whether what is stepped was changed since `spread`, as far as that is known here.
     """
 
-    are_everywhere = are_here = True
+    are_everywhere = are_here = gathers_alone = True
     are_pieces = is_ahead = False
 
     def __init__(self, given: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -45,16 +46,7 @@ class Shards:
         self._apart: Sequence[Tensor] = ()  # what is stepped and is no parameter of the model
         self._alike: Sequence[Tensor] = ()  # of the model; all ranks have gradients of the same ones
 
-    @property
-    def gathers_alone(self) -> bool:
-        """Whether gathering needs no collective."""
-        return True
-
     def gather_for_step(self) -> None:
-        """Gather what a step takes from the model: the gradients."""
-        self.gather_gradients()
-
-    def gather_gradients(self) -> None:
         """Set the gradients of what is stepped to those of the model."""
 
     def gather_parameters(self) -> None:
@@ -111,3 +103,5 @@ class Shards:
 
 class Unsharded(Shards):
     """The parameters of a process alone: the model's own are stepped, so nothing has to get anywhere."""
+
+    gradients = b""  # there is nobody to compare with

@@ -89,6 +89,7 @@ class Strands(Shards):
             numbers = range(first, first := first + len(group["params"]))
             self.groups.append({**group, "params": self._each(numbers, names, cluster.strands)})
         self.params = self.groups if listed.has_groups else self.groups[0]["params"]
+        self.gathers_alone = not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
         self._places = Places(self.model)
         self._places.keep()
         self.gather_parameters()
@@ -108,11 +109,6 @@ class Strands(Shards):
                 made.append((f"{name}[{strand}/{strands}]", piece) if name else piece)
         return made
 
-    @functools.cached_property
-    def gathers_alone(self) -> bool:
-        """Whether each rank holds all elements that it carries, so that gathering needs no collective."""
-        return not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
-
     # -- between the model and the pieces
 
     @torch.no_grad()
@@ -125,8 +121,8 @@ class Strands(Shards):
                 exchange.add(route, has, wants, parameter.device)
 
     @torch.no_grad()
-    def gather_gradients(self) -> None:
-        """Set the gradients of the pieces to those of the model. All ranks have gradients for the same parameters."""
+    def gather_for_step(self) -> None:
+        """See `Shards`. All ranks have gradients for the same parameters."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 pieces = [self.pieces[place] for place in self._pieces_of[number]]

@@ -44,11 +44,7 @@ class Whole(Shards):
         pairs = zip(self.model, self._whole, strict=True)
         self._sharded = [(parameter, whole) for parameter, whole in pairs if isinstance(parameter, DTensor)]
         self._alike, self._apart = [p for p, _ in self._sharded], [whole for _, whole in self._sharded]
-
-    @property
-    def gathers_alone(self) -> bool:
-        """Whether no parameter is sharded."""
-        return not self._sharded
+        self.gathers_alone = not self._sharded
 
     @torch.no_grad()
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
@@ -58,17 +54,13 @@ class Whole(Shards):
         kept = found.clone() if self._is_first else torch.empty_like(found, device="meta")
         return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
+    @torch.no_grad()
     def gather_for_step(self) -> None:
         """See `Shards`. In the first step, gather the parameters before, because the user may have loaded them since
-        they were first gathered."""
+        they were first gathered. Only rank 0 has the gradients."""
         if not self._has_stepped:
             self.gather_parameters()
             self._has_stepped = True
-        super().gather_for_step()
-
-    @torch.no_grad()
-    def gather_gradients(self) -> None:
-        """Gather the gradients of sharded parameters into the whole parameters at rank 0."""
         for parameter, whole in self._sharded:
             gradient = None if parameter.grad is None else full(parameter.grad)
             whole.grad = gradient if self._is_first else None

@@ -174,7 +174,7 @@ def check_gradients(strands: Strands) -> None:
     for factor in (1.5, -3.0):
         for number, parameter in enumerate(strands.model):
             parameter.grad = None if number % 3 == 2 else gradient(parameter, factor)
-        strands.gather_gradients()
+        strands.gather_for_step()
         for number in range(len(strands.model)):
             places = [places[number] for places in strands.numbers]
             has_gradient = number % 3 != 2
@@ -335,7 +335,7 @@ def gradients_that_are_placed_otherwise() -> None:
     weight = nn.Parameter(distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)]))
     weight.grad = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Replicate()])
     strands = Strands(world(), [weight])
-    strands.gather_gradients()
+    strands.gather_for_step()
     assert same(joined(strands, [grad_of(piece) for piece in strands.pieces])[0], torch.arange(21.0))
 
 
