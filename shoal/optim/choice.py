@@ -53,7 +53,7 @@ class Made(NamedTuple):
     stepped: Stepped
 
 
-def make_shards(cluster: Cluster | None, params: Any) -> Shards:
+def shards_of(cluster: Cluster | None, params: Any) -> Shards:
     """How the model lies at this rank. In a cluster, all ranks call this at once.
 
     Raises:

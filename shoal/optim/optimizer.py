@@ -32,15 +32,7 @@ from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
 from shoal.optim.checkpoint import NO_STRANDS, StrandCheckpoint, StrandState
-from shoal.optim.choice import (
-    background_of,
-    make_checkpoint,
-    make_rounds,
-    make_shards,
-    make_state,
-    make_torch,
-    shown_by,
-)
+from shoal.optim.choice import background_of, make_checkpoint, make_rounds, make_state, make_torch, shards_of, shown_by
 from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.donors import Donors
@@ -339,7 +331,7 @@ class Optimizer(ShowsGroups):
         self._cluster = None if params is None or (cluster and cluster.size == cluster.strands == 1) else cluster
         self._team = Alone() if self._cluster is None else team_of(self._cluster.group)
         try:
-            self._ranks = Ranks(self._team, make_shards(self._cluster, params), extras)
+            self._ranks = Ranks(self._team, shards_of(self._cluster, params), extras)
             with self._team.call("shoal.Optimizer"):
                 self._make(optimizer, scheduler, extras, refresh)
                 self._tell()

@@ -75,3 +75,10 @@ def test_no_parameters_are_no_pieces() -> None:
     assert strands.params == []
     assert strands.collect({}) == strands.deal({}) == {}
     assert strands.numbers == [[]] * 8
+
+
+def test_groups_over_iterators_can_be_read_again() -> None:
+    model = nn.Linear(3, 5)
+    (group,) = Strands(Cluster(), [{"params": model.parameters(), "lr": 0.1}]).given
+    assert group["lr"] == 0.1
+    assert all(one is other for one, other in zip(group["params"], model.parameters(), strict=True))
