@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -12,9 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from torch import distributed as dist
 
-from shoal.cluster.messages import Answered, Awaited, Brought, WaitOver
+from shoal.cluster.messages import Answered, Awaited, HandedIn, WaitOver
 from shoal.cluster.question import NOTHING, Nothing, Question
-from shoal.cluster.ties import ClusterError, Ties, framed, text_of
+from shoal.cluster.ties import HAS_LEFT, ClusterError, Ties, framed, text_of
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -28,40 +27,49 @@ LATE_SECONDS = 1.0
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Call(ABC):
-    """One call of all ranks, at this rank.
+class Call:
+    """One call at this rank. As it is, a call that a callback of the user makes within another one: it does what
+    concerns this rank, and exchanges nothing. The others are calls of all ranks.
 
     Args:
         name: the name of the call.
+        outer: the name of the call within which a callback makes it; "" if there is none.
 
     Attributes:
+        name: as given.
         has_failed: whether the call has failed at all ranks.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.has_failed = name, False
+    def __init__(self, name: str, outer: str = "") -> None:
+        self.name, self.has_failed, self._outer = name, False, outer
 
-    @abstractmethod
+    def _refused(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name} within {self._outer}: all ranks of the cluster make that call at once, so a callback can't "
+            f"make it; call it after {self._outer}"
+        )
+
     def decided(self, question: Question[M, T], decide: Decide[M, T], mine: M | Nothing, then: Then[T]) -> T:
         """See `Team`."""
+        raise self._refused()
 
-    @abstractmethod
     def ends(self, make: Callable[[], Future[None]]) -> AbstractContextManager[Future[None]]:
         """See `Team`."""
+        raise self._refused()
 
-    @abstractmethod
     def flush(self) -> None:
         """See `Team`."""
+        raise self._refused()
 
     def _check(self) -> None:
         """Raise ClusterError if the call has failed, and the caller has gone on."""
         if self.has_failed:
             raise ClusterError(f"{self.name} has failed before, at all ranks of the cluster")
 
-    def end(self) -> None:  # noqa: B027 (calls that nobody else takes part in)
+    def end(self) -> None:
         """End the call."""
 
-    def fail(self, error: BaseException) -> None:  # noqa: B027
+    def fail(self, error: BaseException) -> None:
         """End the call by an error of this rank."""
 
 
@@ -118,10 +126,10 @@ class Led(Call):
             missing = [rank for rank in missing if rank not in values]
         return [value for _, value in sorted(values.items())]
 
-    def _brought(self, rank: int, question: str) -> Brought | None:
+    def _brought(self, rank: int, question: str) -> HandedIn | None:
         """What a rank has brought to a question; None if it is not there yet."""
         while (message := self._ties.take(rank)) is not None:
-            assert isinstance(message, Brought)
+            assert isinstance(message, HandedIn)
             if message.error and message.number > self._known:
                 raise ClusterError(f"{self._ties.names[rank]} has raised {message.error}")
             if message.number < self._number:
@@ -203,7 +211,7 @@ class Followed(Call):
         if mine is not NOTHING:
             if self._own is not None:
                 raise self._own
-            self._ties.send(framed(Brought(self._number, self.name, question.name, _encode(mine))))
+            self._ties.send(framed(HandedIn(self._number, self.name, question.name, _encode(mine))))
         answer = question.answered(self._heard(question.name))
         try:
             then(answer)
@@ -244,7 +252,7 @@ class Followed(Call):
     def fail(self, error: BaseException) -> None:
         """See `Call`."""
         if not self.has_failed:
-            _tell(self._ties, framed(Brought(self._number, self.name, "", error=text_of(error))), error)
+            _tell(self._ties, framed(HandedIn(self._number, self.name, "", error=text_of(error))), error)
 
 
 def _tell(ties: Ties, said: bytes, error: BaseException) -> None:
@@ -318,47 +326,14 @@ class AfterAll(Call):
                 raise _unlike(self._ties.names, found[0][0], rank, place)
         return [given for _, given, _ in found]
 
-    @contextlib.contextmanager
-    def ends(self, make: Callable[[], Future[None]]) -> Iterator[Future[None]]:
-        """See `Team`. Nobody waits in rounds any more: this raises ClusterError."""
-        self._ties.check()
-        yield make()
-
-    def flush(self) -> None:
-        """See `Call`."""
-        if not self._ties.has_finished:
-            self._ties.check()
-
-
-class OfCallback(Call):
-    """A call that a callback of the user makes within another one, at this rank. It does what concerns this rank.
-
-    Args:
-        name: the name of the call.
-        outer: the name of the other one.
-    """
-
-    def __init__(self, name: str, outer: str) -> None:
-        super().__init__(name)
-        self._outer = outer
-
-    def _refused(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name} within {self._outer}: all ranks of the cluster make that call at once, so a callback can't "
-            f"make it; call it after {self._outer}"
-        )
-
-    def decided(self, question: Question[M, T], decide: Decide[M, T], mine: M | Nothing, then: Then[T]) -> T:
-        """See `Team`."""
-        raise self._refused()
-
     def ends(self, make: Callable[[], Future[None]]) -> AbstractContextManager[Future[None]]:
-        """See `Team`."""
-        raise self._refused()
+        """See `Team`. Nobody waits in rounds any more."""
+        raise ClusterError(HAS_LEFT)
 
     def flush(self) -> None:
         """See `Call`."""
-        raise self._refused()
+        if not (self._ties.left_in_order and dist.is_initialized()):
+            self._ties.check()
 
 
 def _unlike(names: Sequence[str], at_first: tuple[str, str], rank: int, there: tuple[str, str]) -> ClusterError:

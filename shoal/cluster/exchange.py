@@ -16,8 +16,8 @@ BUCKET_BYTES = 1 << 26  # the most that a rank sends or receives in one collecti
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Values of a parameter, from its element number `start` on, in a 1-D tensor."""
+class Stretch:
+    """A stretch of a parameter: the values of adjacent elements, from number `start` on, in a 1-D tensor."""
 
     start: int
     values: Tensor
@@ -27,7 +27,7 @@ class Part:
         return range(self.start, self.start + self.values.numel())
 
     def view(self, span: range) -> Tensor:
-        """A view of those elements of the span that this part has."""
+        """A view of those elements of the span that this stretch has."""
         found = overlap(span, self.span)
         return self.values[found.start - self.start : found.stop - self.start] if found else self.values[:0]
 
@@ -97,8 +97,8 @@ class Exchange:
     def add(
         self,
         route: Route,
-        has: Sequence[Part],
-        wants: Sequence[Part],
+        has: Sequence[Stretch],
+        wants: Sequence[Stretch],
         device: torch.device,
         home: Tensor | None = None,
     ) -> None:
@@ -112,10 +112,10 @@ class Exchange:
             home: a tensor to which `wants` is copied in the end, if it is not contiguous, so that `wants` is a copy.
         """
         for span in route.local:
-            for part in has:
+            for source in has:
                 for target in wants:
-                    both = overlap(span, overlap(part.span, target.span))
-                    target.view(both).copy_(part.view(both))
+                    both = overlap(span, overlap(source.span, target.span))
+                    target.view(both).copy_(source.view(both))
         dtype = (*has, *wants)[0].values.dtype
         settle = functools.partial(_bring_home, wants, home)
         if not route.exchanged:
@@ -129,13 +129,13 @@ class Exchange:
             bucket = _Bucket(dtype, device, [[] for _ in range(self._size)], [[] for _ in range(self._size)])
             self._buckets[dtype, device] = bucket
         for rank, span in route.out:
-            bucket.out[rank] += [part.view(span) for part in has]
+            bucket.out[rank] += [source.view(span) for source in has]
         for rank, span in route.into:
-            bucket.into[rank] += [part.view(span) for part in wants]
+            bucket.into[rank] += [target.view(span) for target in wants]
         bucket.settled.append(settle)
         bucket.exchanged += route.exchanged
 
 
-def _bring_home(parts: Sequence[Part], home: Tensor | None) -> None:
+def _bring_home(wants: Sequence[Stretch], home: Tensor | None) -> None:
     if home is not None and not home.is_contiguous():
-        home.copy_(parts[0].values.view(home.shape))
+        home.copy_(wants[0].values.view(home.shape))

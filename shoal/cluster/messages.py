@@ -37,8 +37,8 @@ class Bye(msgspec.Struct, tag=4, array_like=True, frozen=True):
     in_call: bool = False
 
 
-class Brought(msgspec.Struct, tag=8, array_like=True, frozen=True):
-    """What a rank brings to a question. See `shoal.cluster.team`.
+class HandedIn(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """What a rank hands in to a question. See `shoal.cluster.team`.
 
     Attributes:
         number: the number of the call.
@@ -59,7 +59,7 @@ class Answered(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """The answer of rank 0 to a question, or the end of a call.
 
     Attributes:
-        number, call: as in `Brought`.
+        number, call: as in `HandedIn`.
         question: the name of the question; "" if the call ends.
         value: the answer, as msgpack.
         error: the error that has ended the call; "" if none.
@@ -87,4 +87,4 @@ class WaitOver(msgspec.Struct, tag=11, array_like=True, frozen=True):
     wait: Number
 
 
-Message = Hello | Lost | Bye | Brought | Answered | Awaited | WaitOver
+Message = Hello | Lost | Bye | HandedIn | Answered | Awaited | WaitOver

@@ -2,91 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
+from blake3 import blake3
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from shoal.cluster.cluster import Cluster
-from shoal.cluster.strands import Strands
-from shoal.cluster.whole import Whole
+from shoal.flat import bytes_of
 
 
-class Shards(Protocol):
+class Shards:
     """The parameters of a model at one rank. `Strands`, `Whole` and `Unsharded` are its kinds.
 
-    Attributes:
+    In a cluster, the methods that move values are collectives: all ranks call them at the same time.
+
+    Args:
         given: the parameters as the user gave them.
+        group: the ranks; None for a single process.
+
+    Attributes:
+        given, group: as given.
         params: the same with what an optimizer steps in place of parameters.
+        model: in a cluster, the model's parameters, in order.
+        of: by the id of a parameter in `params`: the model's parameter.
         are_everywhere: whether each rank steps some, and not only rank 0.
         are_here: whether this rank steps some.
         are_pieces: whether pieces of parameters are stepped, in memory of their own.
         gathers_alone: whether gathering needs no collective.
-        of: by the id of a parameter in `params`: the model's parameter.
         is_ahead: whether what is stepped was changed since `spread`, as far as that is known here.
-        gradients: which of the parameters have a gradient, as bits that must be equal at all ranks.
-    """
-
-    are_everywhere: bool
-    are_here: bool
-    are_pieces: bool
-    is_ahead: bool
-    params: Any
-    given: Any
-    of: dict[int, Tensor]
-
-    @property
-    def gathers_alone(self) -> bool: ...
-    @property
-    def gradients(self) -> bytes: ...
-    def gather_for_step(self) -> None: ...
-    def gather_parameters(self) -> None: ...
-    def spread(self, more: Iterable[Tensor]) -> None: ...
-    def clear(self, set_to_none: bool) -> None: ...
-    def digest(self) -> bytes: ...
-
-
-class Unsharded:
-    """The parameters of a process alone: the model's own are stepped, so nothing has to get anywhere.
-
-    Args:
-        params: the parameters as the user gave them, or None.
     """
 
     are_everywhere = are_here = gathers_alone = True
-    is_ahead = are_pieces = False
-    gradients = b""
+    are_pieces = is_ahead = False
 
-    def __init__(self, params: Any) -> None:
-        self.given = self.params = params
+    def __init__(self, given: Any, group: dist.ProcessGroup | None = None) -> None:
+        self.given = self.params = given
+        self.group, self._source = group, 0 if group is None else dist.get_global_rank(group, 0)
+        self.model: list[Tensor] = []
         self.of: dict[int, Tensor] = {}
+        self._apart: Sequence[Tensor] = ()  # what is stepped and is no parameter of the model
+        self._alike: Sequence[Tensor] = ()  # of the model; all ranks have gradients of the same ones
 
     def gather_for_step(self) -> None:
-        """The gradients are where they are used."""
+        """Set the gradients of what is stepped to those of the model."""
 
     def gather_parameters(self) -> None:
-        """The parameters are the model's."""
+        """Set what is stepped to the values of the model, which the user may have loaded."""
 
+    @torch.no_grad()
     def spread(self, more: Iterable[Tensor]) -> None:
-        """There are no other ranks."""
+        """Copy what is stepped to the model at all ranks. Also copy the tensors in `more`, which each rank holds whole,
+        from rank 0."""
+        self._spread()
+        self.is_ahead = False
+        if self.group is not None:
+            for tensor in more:
+                self._broadcast(tensor.detach())
+
+    def _spread(self) -> None:
+        """Copy what is stepped to the model."""
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
+        sent = tensor.contiguous()
+        dist.broadcast(sent, self._source, group=self.group)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
     def clear(self, set_to_none: bool) -> None:
-        """The optimizer clears the gradients of its own parameters."""
+        """Clear the gradients of the model's parameters, and of what is stepped in their place. A process alone has
+        none here: its optimizer clears those of its own parameters."""
+        for stepped in self._apart:
+            stepped.grad = None
+        for parameter in self.model:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    # -- what ranks compare
+
+    @property
+    def gradients(self) -> bytes:
+        """Which of the parameters have a gradient, a byte for each. They must be equal at all ranks."""
+        return bytes([parameter.grad is not None for parameter in self._alike])
 
     def digest(self) -> bytes:
-        """There is nothing to compare with."""
-        return b""
+        """The hash of all gradients that must be equal at all ranks: those of unsharded parameters."""
+        hasher = blake3()
+        for parameter in self.model:
+            if not isinstance(parameter, DTensor) and parameter.grad is not None:
+                gradient = parameter.grad.detach()
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                hasher.update(bytes_of(gradient.to("cpu").contiguous()))
+        return hasher.digest()
 
 
-def shards_of(cluster: Cluster | None, params: Any) -> Shards:
-    """How the model lies at this rank. In a cluster, all ranks call this at once.
+class Unsharded(Shards):
+    """The parameters of a process alone: the model's own are stepped, so nothing has to get anywhere."""
 
-    Raises:
-        ValueError: for parameters that can't be cut into strands.
-    """
-    if cluster is None or params is None or cluster.size == cluster.strands == 1:
-        return Unsharded(params)
-    if cluster.strands > 1:
-        return Strands(cluster, params)
-    assert cluster.group is not None
-    return Whole(cluster.group, params)
+    gradients = b""  # there is nobody to compare with

@@ -8,80 +8,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shoal.cluster.exchange import Exchange, Part
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.exchange import Exchange, Stretch
+from shoal.cluster.shards import Shards
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
-from shoal.cluster.whole import digest_of, local
-from shoal.flat import Places, holders_of, is_per_tensor, living_modules
+from shoal.cluster.whole import local
+from shoal.flat import Listed, Places, holders_of, is_per_tensor, living_modules
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """The attributes of a `Cluster` that are used here. Without a group it is a single process."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def strands(self) -> int: ...
-
-
-class Strands:
+class Strands(Shards):
     """A model's parameters as pieces, which an optimizer steps: one for each parameter and each strand of this rank.
 
     With L strands, strand k of a parameter with n elements is its elements k*n//L to (k+1)*n//L in row-major order,
     however many ranks there are. All ranks carry the same number of strands. They carry them in the order of the shards
     that they hold, so a rank carries nearly the same elements that it holds; only some at the borders differ.
 
-    The methods that move values are collectives: all ranks call them at the same time. Values are moved bit for bit.
-    Modules keep the model's parameters when the user loads others with `assign=True`.
+    Values are moved bit for bit. Modules keep the model's parameters when the user loads others with `assign=True`.
 
     Args:
         cluster: the ranks. Their number divides the number of strands.
         params: as for an optimizer: tensors, (name, tensor) pairs or parameter groups of either.
 
     Attributes:
-        group, rank: those of the cluster.
+        rank: that of the cluster.
         mine: the strands that this rank carries.
         carriers: the rank that carries each strand.
-        given: the parameters as they were given.
         params: the same with pieces in place of parameters: in each group the pieces of the first strand, then those of
             the second, and so on. The names of pieces end in the strand, as in "0.weight[3/8]".
         groups: `params` as parameter groups.
         pieces: the pieces in `params`, in order.
-        model: the model's parameters, in order.
         numbers: for each strand of `mine`, the indices of its pieces in `pieces`.
-        of: by the id of a piece: the model's parameter.
-        is_ahead: whether the pieces were changed since they were last spread to the model. Code that changes them sets
-            this.
+        is_ahead: whether the pieces were changed since `spread`. Code that changes them sets this.
         always_sends_frozen: see `shoal.optim.division.Division`.
-        are_everywhere, are_here, are_pieces: see `Shards`.
+        the others: see `Shards`.
 
     Raises:
         ValueError: if `params` contains something other than parameters, or a parameter that is neither sharded on dim
             0 over exactly these ranks nor held whole by all of them. Then nothing was changed.
     """
 
-    always_sends_frozen = are_everywhere = are_here = are_pieces = True
+    always_sends_frozen = are_pieces = True
 
-    def __init__(self, cluster: Ranks, params: Iterable[Any]) -> None:
-        self.group, self.rank, self._size = cluster.group, cluster.rank, cluster.size
-        self.is_ahead = False
-        given = list(params)
-        self.given, groups = given, given if given and isinstance(given[0], dict) else [{"params": given}]
-        named = [[_named(item) for item in _listed(group["params"])] for group in groups]
-        self.model: list[Tensor] = [parameter for items in named for _, parameter in items]
-        names = [name for items in named for name, _ in items]
+    def __init__(self, cluster: Cluster, params: Iterable[Any]) -> None:
+        listed = Listed(params)
+        super().__init__(listed.params, cluster.group)
+        self.rank, self._size = cluster.rank, cluster.size
+        names = [name for name, _ in listed.named]
+        self.model = self._alike = [parameter for _, parameter in listed.named]
 
         ranks = _global_ranks(self.group)
         places = [_places(self.model[n], ranks, names[n], n) for n in range(len(self.model))]
@@ -98,45 +80,36 @@ class Strands:
         self._route = functools.cache(functools.partial(route_of, self.rank, order))
 
         self.pieces: list[nn.Parameter] = []
+        self._apart = self.pieces
         self.numbers: list[list[int]] = [[] for _ in self.mine]
-        self.of: dict[int, Tensor] = {}
         self._pieces_of: list[list[int]] = [[] for _ in self.model]  # for each parameter: the indices of its pieces
-        made: list[list[Any]] = []
-        for items in named:
-            made.append(self._each(items, sum(map(len, named[: len(made)])), cluster.strands))
-        self.groups = [{**group, "params": pieces} for group, pieces in zip(groups, made, strict=True)]
-        if groups is given:
-            self.params: list[Any] = self.groups
-        else:
-            self.params = made[0]
+        self.groups: list[dict[str, Any]] = []
+        first = 0
+        for group in listed.groups:
+            numbers = range(first, first := first + len(group["params"]))
+            self.groups.append({**group, "params": self._each(numbers, names, cluster.strands)})
+        self.params = self.groups if listed.has_groups else self.groups[0]["params"]
+        self.gathers_alone = not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
         self._places = Places(self.model)
         self._places.keep()
         self.gather_parameters()
 
-    def _each(self, items: Sequence[tuple[str | None, Tensor]], first: int, strands: int) -> list[Any]:
-        """Make the pieces of one group. `first` is the number of its first parameter."""
+    def _each(self, numbers: range, names: Sequence[str], strands: int) -> list[Any]:
+        """Make the pieces of one group, which has the parameters with these numbers."""
         made: list[Any] = []
         for index, strand in enumerate(self.mine):
-            for number, (name, parameter) in enumerate(items, first):
+            for number in numbers:
+                name, parameter = names[number], self.model[number]
                 memory = torch.empty(len(self._spans[number][index]), dtype=parameter.dtype, device=parameter.device)
                 piece = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                 self.numbers[index].append(len(self.pieces))
                 self._pieces_of[number].append(len(self.pieces))
                 self.pieces.append(piece)
                 self.of[id(piece)] = parameter
-                made.append(piece if name is None else (f"{name}[{strand}/{strands}]", piece))
+                made.append((f"{name}[{strand}/{strands}]", piece) if name else piece)
         return made
 
-    @functools.cached_property
-    def gathers_alone(self) -> bool:
-        """Whether each rank holds all elements that it carries, so that gathering needs no collective."""
-        return not any(self._route(*each).exchanged for each in zip(self._held, self._owned, strict=True))
-
     # -- between the model and the pieces
-
-    def gather_for_step(self) -> None:
-        """Gather the gradients."""
-        self.gather_gradients()
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -144,11 +117,12 @@ class Strands:
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._held[number], self._owned[number])
-                exchange.add(route, self._part(number, parameter), self._parts(number, self.pieces), parameter.device)
+                has, wants = self._stretch(number, parameter), self._stretches(number, self.pieces)
+                exchange.add(route, has, wants, parameter.device)
 
     @torch.no_grad()
-    def gather_gradients(self) -> None:
-        """Set the gradients of the pieces to those of the model. All ranks have gradients for the same parameters."""
+    def gather_for_step(self) -> None:
+        """See `Shards`. All ranks have gradients for the same parameters."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 pieces = [self.pieces[place] for place in self._pieces_of[number]]
@@ -161,7 +135,7 @@ class Strands:
                     gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
                 spans = self._spans[number]
                 route = self._route(self._held[number], self._owned[number])
-                has = self._part(number, gradient)
+                has = self._stretch(number, gradient)
                 if not route.exchanged:  # the pieces are adjacent in this rank's memory, so nothing is copied
                     owned = has[0].view(self._owned[number][self.rank])
                     for piece, values in zip(pieces, torch.split(owned, [len(span) for span in spans]), strict=True):
@@ -170,30 +144,16 @@ class Strands:
                 for piece in pieces:
                     if piece.grad is None or piece.grad.dtype != gradient.dtype:
                         piece.grad = torch.empty_like(piece, dtype=gradient.dtype)
-                wants = [Part(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
+                wants = [Stretch(s.start, p.grad) for s, p in zip(spans, pieces, strict=True) if p.grad is not None]
                 exchange.add(route, has, wants, parameter.device)
 
-    @torch.no_grad()
-    def spread(self, more: Iterable[Tensor]) -> None:
-        """Copy the pieces of all ranks to the model. Also copy the tensors in `more`, which each rank holds whole, from
-        rank 0."""
+    def _spread(self) -> None:
+        """See `Shards`."""
         with Exchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
-                model = self._part(number, parameter)
-                exchange.add(route, self._parts(number, self.pieces), model, parameter.device, local(parameter))
-        self.is_ahead = False
-        for tensor in more:
-            self._broadcast(tensor.detach())
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
-        if self.group is None:
-            return
-        sent = tensor.contiguous()
-        dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group)
-        if sent is not tensor:
-            tensor.copy_(sent)
+                model = self._stretch(number, parameter)
+                exchange.add(route, self._stretches(number, self.pieces), model, parameter.device, local(parameter))
 
     # -- between rank 0 and the pieces
 
@@ -218,12 +178,12 @@ class Strands:
             for number, parameter in enumerate(self.model):
                 if self._pieces_of[number][0] not in values:
                     continue
-                parts, wants = self._parts(number, values), []
+                has, wants = self._stretches(number, values), []
                 if self.rank == 0:
-                    wholes[number] = torch.empty(parameter.shape, dtype=parts[0].values.dtype, device="cpu")
-                    wants = [Part(0, wholes[number].view(-1))]
+                    wholes[number] = torch.empty(parameter.shape, dtype=has[0].values.dtype, device="cpu")
+                    wants = [Stretch(0, wholes[number].view(-1))]
                 route = self._route(self._owned[number], self._at_first(parameter))
-                exchange.add(route, parts, wants, parameter.device)
+                exchange.add(route, has, wants, parameter.device)
         return wholes
 
     @torch.no_grad()
@@ -242,27 +202,24 @@ class Strands:
             for number, whole in sorted(wholes.items()):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)
-                has = [Part(0, whole.detach().reshape(-1))] if self.rank == 0 else []
-                route, device = (
-                    self._route(self._at_first(self.model[number]), self._owned[number]),
-                    self.model[number].device,
-                )
-                exchange.add(route, has, self._parts(number, found), device)
+                has = [Stretch(0, whole.detach().reshape(-1))] if self.rank == 0 else []
+                route = self._route(self._at_first(self.model[number]), self._owned[number])
+                exchange.add(route, has, self._stretches(number, found), self.model[number].device)
         return found
 
     def _at_first(self, parameter: Tensor) -> tuple[range, ...]:
         return (range(parameter.numel()), *[range(0)] * (self._size - 1))
 
-    def _part(self, number: int, tensor: Tensor) -> list[Part]:
+    def _stretch(self, number: int, tensor: Tensor) -> list[Stretch]:
         """This rank's values of that parameter, or of its gradient, in `tensor`: its memory if it is contiguous, else a
         copy."""
-        return [Part(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
+        return [Stretch(self._held[number][self.rank].start, local(tensor).contiguous().view(-1))]
 
-    def _parts(self, number: int, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Part]:
-        """The parts of that parameter that this rank carries, in `tensors`, which has one tensor for each piece, by its
-        index."""
+    def _stretches(self, number: int, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Stretch]:
+        """The stretches of that parameter that this rank carries, in `tensors`, which has one tensor for each piece, by
+        its index."""
         places = zip(self._spans[number], self._pieces_of[number], strict=True)
-        return [Part(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
+        return [Stretch(span.start, tensors[place].detach().reshape(-1)) for span, place in places]
 
     # -- the parts of the state, see `shoal.optim.division.Division`
 
@@ -294,42 +251,6 @@ class Strands:
             found.append({**group, "params": group["params"][:count]} | ({"param_names": names} if names else {}))
         return found
 
-    # -- what ranks compare
-
-    @property
-    def gradients(self) -> bytes:
-        """Which of the parameters have a gradient, as bits."""
-        flags = [parameter.grad is not None for parameter in self.model]
-        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
-
-    def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of all parameters of the model, and of the pieces."""
-        for piece in self.pieces:
-            piece.grad = None
-        for parameter in self.model:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    def digest(self) -> bytes:
-        """See `digest_of`."""
-        return digest_of(self.model)
-
-
-# -- the given parameters
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _named(item: Any) -> tuple[str | None, Tensor]:
-    name, parameter = item if isinstance(item, tuple) else (None, item)
-    if not isinstance(parameter, Tensor):
-        raise ValueError(f"params= has a {type(parameter).__name__}: give tensors, or parameter groups")
-    return name, parameter
-
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
@@ -347,7 +268,7 @@ def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
 Place = tuple[int, int]  # the number of the shard that a rank holds, and the number of its copy of it
 
 
-def _places(parameter: Tensor, ranks: Sequence[int], name: str | None, number: int) -> list[Place] | None:
+def _places(parameter: Tensor, ranks: Sequence[int], name: str, number: int) -> list[Place] | None:
     """The place of each rank; None if each rank holds the whole parameter.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 
 from torch import distributed as dist
 
-from shoal.cluster.calls import AfterAll, Call, Followed, Led, OfCallback
+from shoal.cluster.calls import AfterAll, Call, Followed, Led
 from shoal.cluster.question import NOTHING, Nothing, Question
 from shoal.cluster.ties import Ties, meet
 
@@ -134,29 +134,10 @@ class Team(ABC):
         After all have left in order, exchanges still work as long as torch's process group does.
         """
 
-    @abstractmethod
-    def check(self) -> None:
-        """Raise ClusterError if a rank is lost, or this one has left."""
-
     @property
     @abstractmethod
-    def is_whole(self) -> bool:
-        """Whether no rank is lost."""
-
-    @property
-    @abstractmethod
-    def has_left(self) -> bool:
-        """Whether this rank has left."""
-
-    @property
-    @abstractmethod
-    def left_in_order(self) -> bool:
-        """Whether this rank has left, and the reason was neither an error nor a loss."""
-
-    @property
-    @abstractmethod
-    def has_finished(self) -> bool:
-        """Whether this rank has left in order, and exchanges still work."""
+    def is_alive(self) -> bool:
+        """Whether this rank has not left, and no rank is lost."""
 
 
 class _AtRank0:
@@ -215,20 +196,10 @@ class Alone(Team):
         """See `Team`."""
         self._has_left = True
 
-    def check(self) -> None:
-        """See `Team`."""
-
     @property
-    def is_whole(self) -> bool:
+    def is_alive(self) -> bool:
         """See `Team`."""
-        return True
-
-    @property
-    def has_left(self) -> bool:
-        """See `Team`."""
-        return self._has_left
-
-    left_in_order = has_finished = has_left
+        return not self._has_left
 
 
 class Gang(Team):
@@ -267,7 +238,7 @@ class Gang(Team):
 
     def _begun(self, name: str) -> Call:
         if self._call is not None:
-            return OfCallback(name, self._call.name)
+            return Call(name, self._call.name)
         if self._ties.has_left:
             return AfterAll(name, self._ties, self._group)
         self._ties.check()
@@ -315,29 +286,10 @@ class Gang(Team):
         """See `Team`."""
         self._ties.leave(error)
 
-    def check(self) -> None:
-        """See `Team`."""
-        self._ties.check()
-
     @property
-    def is_whole(self) -> bool:
+    def is_alive(self) -> bool:
         """See `Team`."""
-        return self._ties.is_whole
-
-    @property
-    def has_left(self) -> bool:
-        """See `Team`."""
-        return self._ties.has_left
-
-    @property
-    def left_in_order(self) -> bool:
-        """See `Team`."""
-        return self._ties.left_in_order
-
-    @property
-    def has_finished(self) -> bool:
-        """See `Team`."""
-        return self._ties.has_finished
+        return not self._ties.is_over
 
 
 def team_of(group: dist.ProcessGroup | None) -> Team:
@@ -346,5 +298,6 @@ def team_of(group: dist.ProcessGroup | None) -> Team:
     Raises:
         ClusterError: if the ranks can't connect, or one of them has failed before (see `told_to_all`).
     """
-    is_one = group is None or dist.get_world_size(group) == 1
-    return Alone() if is_one else Gang(Ties(*meet(group)), group)
+    if group is None or dist.get_world_size(group) == 1:
+        return Alone()
+    return Gang(Ties(*meet(group)), group)

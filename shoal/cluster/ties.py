@@ -43,6 +43,7 @@ SILENT_SECONDS = 6
 MAX_BYTES = 1 << 24  # of a message
 MAX_HELLO_BYTES = 256
 RECEIVE_BYTES = 1 << 16  # the most that the listening thread takes at a time
+HAS_LEFT = "this rank has shut its optimizer down"
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -65,13 +66,14 @@ class Ties:
         size: the number of ranks.
         inbox: by rank, the messages that have arrived and were not taken.
         in_call: whether this rank is in a call of all ranks. If it leaves now, the others take it for lost.
-        left_in_order: whether this rank has left, and the reason was neither an error nor a loss.
+        has_left: whether this rank has left.
+        left_in_order: whether it has, and the reason was neither an error nor a loss.
     """
 
     def __init__(self, rank: int, names: Sequence[str], sockets: Mapping[int, socket.socket]) -> None:
         self.rank, self.names, self.size = rank, list(names), len(names)
         self.inbox: dict[int, deque[Message]] = {other: deque() for other in sockets}
-        self.in_call = self.left_in_order = self._closed = False
+        self.in_call = self.left_in_order = self.has_left = False
         self._sockets = dict(sockets)
         self._lock = threading.Lock()  # for all fields below
         self._bells: list[threading.Lock] = []  # of callers that wait for a change, see `until`
@@ -145,7 +147,7 @@ class Ties:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
-                if is_so() or self._is_over:
+                if is_so() or self.is_over:
                     return True
                 bell = threading.Lock()
                 bell.acquire()
@@ -169,7 +171,7 @@ class Ties:
             watched, self._watched = self._watched, []
             done = []
             for is_so, future in watched:
-                if self._is_over or is_so():
+                if self.is_over or is_so():
                     done.append(future)
                 elif not future.cancelled():
                     self._watched.append((is_so, future))
@@ -195,8 +197,9 @@ class Ties:
     # -- losses
 
     @property
-    def _is_over(self) -> bool:
-        return self._lost is not None or self._closed
+    def is_over(self) -> bool:
+        """Whether a rank is lost, or this one has left."""
+        return self._lost is not None or self.has_left
 
     def check(self) -> None:
         """Raise ClusterError if a rank is lost, or this one has left."""
@@ -205,18 +208,8 @@ class Ties:
                 f"{self.names[self._lost.rank]} of this cluster is lost ({self._lost.reason}): a cluster lives and "
                 "dies as one; end this process, and start all of its ranks again"
             )
-        if self._closed:
-            raise ClusterError("this rank has shut its optimizer down")
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has left."""
-        return self._closed
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether this rank has left in order, and collectives can still be made."""
-        return self.left_in_order and (self.size == 1 or dist.is_initialized())
+        if self.has_left:
+            raise ClusterError(HAS_LEFT)
 
     @property
     def is_whole(self) -> bool:
@@ -246,9 +239,9 @@ class Ties:
         error = raised_by(sys.exc_info()[1] if error is None else error)
         self._wait_for_why(error)
         with self._lock:
-            if self._closed:
+            if self.has_left:
                 return
-            self._closed, self.left_in_order = True, error is None and self._lost is None
+            self.has_left, self.left_in_order = True, error is None and self._lost is None
             is_why = _is_own(error) and self._lost is None
             goodbye = Bye(text_of(error) if is_why else "", self.in_call and self._lost is None)
         self.wake()
@@ -276,7 +269,7 @@ class Ties:
         """Close the connections without a message, because this process is a fork."""
         for each in (self._wake, self._woken, *self._sockets.values()):
             each.close()
-        self._closed = True
+        self.has_left = True
         atexit.unregister(self._at_exit)
 
     # -- the listening thread
@@ -333,7 +326,7 @@ class Ties:
 
     def _lose(self, rank: int, reason: str) -> None:
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return
             self._lost = lost = Lost(rank, reason[:4096])
         self.wake()
@@ -351,8 +344,8 @@ class Ties:
 # -- how the ranks meet
 
 
-def meet(group: dist.ProcessGroup | None) -> tuple[int, list[str], dict[int, socket.socket]]:
-    """Connect the ranks of a process group. A collective. None is a single process.
+def meet(group: dist.ProcessGroup) -> tuple[int, list[str], dict[int, socket.socket]]:
+    """Connect the ranks of a process group. A collective.
 
     Returns:
         The arguments of `Ties`.
@@ -360,8 +353,6 @@ def meet(group: dist.ProcessGroup | None) -> tuple[int, list[str], dict[int, soc
     Raises:
         ClusterError: if the ranks can't connect, or one of them has failed before (see `told_to_all`).
     """
-    if group is None:
-        return 0, ["this process"], {}
     found = _introduced(group)
     rank, names, hosts = dist.get_rank(group), [name for name, _, _ in found], [host for _, host, _ in found]
     source = dist.get_global_rank(group, 0)

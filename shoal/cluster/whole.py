@@ -1,4 +1,5 @@
-"""Keeps the parameters of a sharded model in one piece at rank 0. Only this file and `strands` use DTensor."""
+"""Keeps the parameters of a sharded model in one piece at rank 0. In this room, only this file, `shards` and
+`strands` use DTensor."""
 
 from __future__ import annotations
 
@@ -6,20 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from shoal.flat import bytes_of
+from shoal.cluster.shards import Shards
+from shoal.flat import Listed
 
 T = TypeVar("T")
 
 
-class Whole:
+class Whole(Shards):
     """A model's parameters at rank 0: unsharded ones as they are, and whole copies of sharded ones.
-
-    All methods except `digest` and `clear` are collectives: all ranks call them at the same time.
 
     Args:
         group: the ranks.
@@ -28,42 +27,24 @@ class Whole:
     Attributes:
         params: the same with whole parameters in place of sharded ones, for the optimizer of rank 0. At other ranks the
             whole parameters have no memory.
-        given: the parameters as they were given.
-        gathers_alone: whether gathering needs no collective, because no parameter is sharded.
-        model: the model's parameters, in order.
-        of: by the id of a parameter in `params`: the model's parameter.
+        the others: see `Shards`.
     """
 
-    are_everywhere = are_pieces = is_ahead = False
+    are_everywhere = False
 
     def __init__(self, group: dist.ProcessGroup, params: Iterable[Any]) -> None:
-        self._group, self._source = group, dist.get_global_rank(group, 0)
+        listed = Listed(params)
+        super().__init__(listed.params, group)
         self.are_here = self._is_first = dist.get_rank(group) == 0
-        self.given = given = list(params)
         self._has_stepped = False
-        self.model: list[Tensor] = []
-        self.of: dict[int, Tensor] = {}
-        self._whole: list[Tensor] = []
-        if given and isinstance(given[0], dict):
-            self.params = [{**group, "params": self._each(group["params"])} for group in given]
-        else:
-            self.params = self._each(given)
+        self.model = [parameter for _, parameter in listed.named]
+        self._whole = [self._in_one_piece(parameter) for parameter in self.model]
+        self.of = dict(zip(map(id, self._whole), self.model, strict=True))
+        self.params = listed.like_given(self._whole)
         pairs = zip(self.model, self._whole, strict=True)
         self._sharded = [(parameter, whole) for parameter, whole in pairs if isinstance(parameter, DTensor)]
+        self._alike, self._apart = [p for p, _ in self._sharded], [whole for _, whole in self._sharded]
         self.gathers_alone = not self._sharded
-
-    def _each(self, params: Any) -> list[Any]:
-        return [self._one(item) for item in ([params] if isinstance(params, Tensor) else params)]
-
-    def _one(self, item: Any) -> Any:
-        if isinstance(item, tuple):
-            return item[0], self._one(item[1])
-        if not isinstance(item, Tensor):
-            raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
-        self.model.append(item)
-        self._whole.append(self._in_one_piece(item))
-        self.of[id(self._whole[-1])] = item
-        return self._whole[-1]
 
     @torch.no_grad()
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
@@ -73,17 +54,13 @@ class Whole:
         kept = found.clone() if self._is_first else torch.empty_like(found, device="meta")
         return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
+    @torch.no_grad()
     def gather_for_step(self) -> None:
-        """Gather the gradients. In the first step, gather the parameters before, because the user may have loaded them
-        since they were first gathered."""
+        """See `Shards`. In the first step, gather the parameters before, because the user may have loaded them since
+        they were first gathered. Only rank 0 has the gradients."""
         if not self._has_stepped:
             self.gather_parameters()
             self._has_stepped = True
-        self.gather_gradients()
-
-    @torch.no_grad()
-    def gather_gradients(self) -> None:
-        """Gather the gradients of sharded parameters into the whole parameters at rank 0."""
         for parameter, whole in self._sharded:
             gradient = None if parameter.grad is None else full(parameter.grad)
             whole.grad = gradient if self._is_first else None
@@ -96,44 +73,14 @@ class Whole:
             if self._is_first:
                 whole.copy_(found)
 
-    @torch.no_grad()
-    def spread(self, more: Iterable[Tensor]) -> None:
-        """Copy the parameters of rank 0 to all ranks, and also the tensors in `more`, which each rank holds whole."""
+    def _spread(self) -> None:
+        """See `Shards`."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
             if isinstance(parameter, DTensor):
-                made = cut(self._group, whole.detach() if self._is_first else None, whole.dtype, parameter)
+                made = cut(self.group, whole.detach() if self._is_first else None, whole.dtype, parameter)
                 parameter.to_local().copy_(local(made))
             else:
                 self._broadcast(parameter.detach())
-        for tensor in more:
-            self._broadcast(tensor.detach())
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Copy a tensor from rank 0. Sends a contiguous copy, because ranks may have the tensor with other strides."""
-        sent = tensor.contiguous()
-        dist.broadcast(sent, self._source, group=self._group)
-        if sent is not tensor:
-            tensor.copy_(sent)
-
-    @property
-    def gradients(self) -> bytes:
-        """Which of the sharded parameters have a gradient, as bits."""
-        flags = [parameter.grad is not None for parameter, _ in self._sharded]
-        return sum(flag << number for number, flag in enumerate(flags)).to_bytes(len(flags) // 8 + 1, "little")
-
-    def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of all parameters of the model, and of the whole ones."""
-        for parameter, whole in zip(self.model, self._whole, strict=True):
-            if whole is not parameter:
-                whole.grad = None
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
-    def digest(self) -> bytes:
-        """See `digest_of`."""
-        return digest_of(self.model)
 
 
 class Placed:
@@ -173,17 +120,6 @@ class Placed:
     def described_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The parameter groups of the model."""
         return [dict(group) for group in groups]
-
-
-def digest_of(model: Iterable[Tensor]) -> bytes:
-    """The hash of all gradients that must be equal at all ranks: those of unsharded parameters."""
-    hasher = blake3()
-    for parameter in model:
-        if not isinstance(parameter, DTensor) and parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            hasher.update(bytes_of(gradient.to("cpu").contiguous()))
-    return hasher.digest()
 
 
 def full(tensor: Tensor) -> Tensor:

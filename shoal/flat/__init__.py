@@ -25,6 +25,7 @@ from shoal.flat.contiguous import ContiguousParams
 from shoal.flat.elementwise import is_per_tensor, needs_all_parameters, needs_sparse_gradients
 from shoal.flat.equal import are_equal
 from shoal.flat.flat_parameter import FlatParameter
+from shoal.flat.given import Listed
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
@@ -50,6 +51,7 @@ __all__ = [
     "FlatBuffer",
     "FlatParameter",
     "Layout",
+    "Listed",
     "MemoryWatch",
     "OwnGroups",
     "Places",

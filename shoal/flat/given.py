@@ -75,3 +75,52 @@ class Given:
         """The name of a parameter in messages."""
         name = f"{self.names[index]!r}, " if self.names[index] else ""
         return f"parameter {index} ({name}shape {tuple(self.parameters[index].shape)})"
+
+
+class Listed:
+    """What users give to an optimizer: tensors, (name, tensor) pairs, or parameter groups of either, as lists that can
+    be read more than once. Unlike `Given`, it may be empty, and has what was given twice twice.
+
+    Args:
+        params: as given.
+
+    Attributes:
+        groups: the parameter groups; one without options if none were given.
+        has_groups: whether some were given.
+    """
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        given = list(params)
+        self.has_groups = bool(given) and isinstance(given[0], dict)
+        groups = given if self.has_groups else [{"params": given}]
+        self.groups = [{**g, "params": [p] if isinstance(p := g["params"], Tensor) else list(p)} for g in groups]
+
+    @property
+    def params(self) -> list[Any]:
+        """What was given, in the same form."""
+        return self._formed(self.groups)
+
+    @property
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The parameters, each with its name, or "" if it has none.
+
+        Raises:
+            ValueError: if one is no tensor.
+        """
+        items = [item for group in self.groups for item in group["params"]]
+        found = [item if isinstance(item, tuple) else ("", item) for item in items]
+        for _, parameter in found:
+            if not isinstance(parameter, Tensor):
+                raise ValueError(f"params= has a {type(parameter).__name__}: give tensors, or parameter groups")
+        return found
+
+    def like_given(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """What was given with other tensors in place of the parameters, in the same order."""
+        others, groups = iter(tensors), []
+        for group in self.groups:
+            items = [(i[0], next(others)) if isinstance(i, tuple) else next(others) for i in group["params"]]
+            groups.append({**group, "params": items})
+        return self._formed(groups)
+
+    def _formed(self, groups: list[dict[str, Any]]) -> list[Any]:
+        return groups if self.has_groups else groups[0]["params"]

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.averaging.exchange import Vector
-from shoal.cluster.shards import Shards
+from shoal.cluster.cluster import Cluster
+from shoal.cluster.shards import Shards, Unsharded
 from shoal.cluster.strands import Strands
+from shoal.cluster.whole import Whole
 from shoal.dht.dht import DHT
 from shoal.flat import Shown
 from shoal.optim.accumulator import EpochGradients
@@ -49,6 +51,20 @@ class Made(NamedTuple):
 
     users: Stepped
     stepped: Stepped
+
+
+def shards_of(cluster: Cluster | None, params: Any) -> Shards:
+    """How the model lies at this rank. In a cluster, all ranks call this at once.
+
+    Raises:
+        ValueError: for parameters that can't be cut into strands.
+    """
+    if cluster is None:
+        return Unsharded(params)
+    if cluster.strands > 1:
+        return Strands(cluster, params)
+    assert cluster.group is not None
+    return Whole(cluster.group, params)
 
 
 def make_torch(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.flat import FlatBuffer, MemoryWatch, names_of_members
+from shoal.flat import FlatBuffer, Listed, MemoryWatch, names_of_members
 from shoal.optim.trainable import SHOWN
 
 
@@ -54,39 +54,23 @@ class HostCopy:
         frozen: bool = False,
         memory: FlatBuffer | None = None,
     ) -> None:
-        given, self._precise, self._in_background, self._frozen = list(params), precise, in_background, frozen
-        self.given: list[Tensor] = []
-        self.model: list[Tensor] = []
-        self._own: list[Tensor] = []  # what the optimizer gets
-        has_groups = bool(given) and isinstance(given[0], dict)
-        self.params = (
-            [{**group, "params": self._hosts(group["params"])} for group in given] if has_groups else self._hosts(given)
-        )
+        listed, self._precise, self._in_background, self._frozen = Listed(params), precise, in_background, frozen
+        self.given = [parameter for _, parameter in listed.named]
+        self._own = [self._host(parameter) for parameter in self.given]  # what the optimizer gets
+        self.model = [parameter for parameter, own in zip(self.given, self._own, strict=True) if own is not parameter]
+        self.params = listed.like_given(self._own)
         self.pinned = any(tensor.device.type == "cuda" for tensor in self.model)
         self._memory = memory
         self._watch = MemoryWatch()
         self.aside: list[dict[str, Any]] | None = None
         self.lock = threading.Lock()
 
-    def _hosts(self, params: Any) -> list[Any]:
-        return [self._host(item) for item in ([params] if isinstance(params, Tensor) else params)]
-
-    def _host(self, item: Any) -> Any:
-        if isinstance(item, tuple):
-            name, tensor = item
-            return name, self._host(tensor)
-        if not isinstance(item, Tensor):
-            raise ValueError(f"params= has a {type(item).__name__}: give tensors, or parameter groups")
-        self.given.append(item)
-        if not (item.requires_grad or self._frozen):
-            self._own.append(item)
-            return item
-        self.model.append(item)
-        fewer = self._precise and item.is_floating_point() and item.element_size() < 4
-        dtype = torch.float32 if fewer else item.dtype
-        copy = nn.Parameter(item.detach().to("cpu", dtype, copy=True), requires_grad=item.requires_grad)
-        self._own.append(copy)
-        return copy
+    def _host(self, parameter: Tensor) -> Tensor:
+        if not (parameter.requires_grad or self._frozen):
+            return parameter
+        fewer = self._precise and parameter.is_floating_point() and parameter.element_size() < 4
+        copy = parameter.detach().to("cpu", torch.float32 if fewer else parameter.dtype, copy=True)
+        return nn.Parameter(copy, requires_grad=parameter.requires_grad)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that the optimizer has all parameters of `params`, in any order, which becomes the order of the copy.
@@ -96,7 +80,7 @@ class HostCopy:
             ValueError: as `check_all`, and as `FlatBuffer.adopt`.
         """
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        check_all(optimizer, named(self.params))
+        check_all(optimizer, Listed(self.params).named)
         model = [parameter for parameter, copy in self._in_order(own) if copy is not parameter]
         if self._memory is None or list(map(id, model)) != list(map(id, self.model)):
             self._memory = FlatBuffer.adopt(model)
@@ -180,29 +164,15 @@ class HostCopy:
                 self.aside = None
 
 
-def listed(params: Iterable[Any]) -> list[Any]:
-    """The argument of an optimizer as lists, which can be read more than once."""
-    given = list(params)
-    if not given or not isinstance(given[0], dict):
-        return given
-    return [{**g, "params": [p] if isinstance(p := g["params"], Tensor) else list(p)} for g in given]
-
-
-def named(params: list[Any]) -> list[tuple[str, Any]]:
-    """The parameters, each with its name, or "" if it has none. `params` is from `listed`."""
-    items = [item for group in params for item in (group["params"] if isinstance(group, dict) else [group])]
-    return [item if isinstance(item, tuple) else ("", item) for item in items]
-
-
 def names_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """The names of all parameters of an optimizer's groups, in order; [] unless every group has names."""
     found = [group.get("param_names") for group in groups if len(group["params"])]
     return [name for names in found if names is not None for name in names] if None not in found else []
 
 
-def is_on_host(params: list[Any]) -> bool:
-    """Whether all parameters are on the host. `params` is from `listed`."""
-    return all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for _, tensor in named(params))
+def is_on_host(params: Listed) -> bool:
+    """Whether all parameters are on the host. Raises ValueError if one is no tensor."""
+    return all(parameter.device.type == "cpu" for _, parameter in params.named)
 
 
 def check_order(optimizer: torch.optim.Optimizer, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -229,7 +199,7 @@ def check_all(optimizer: torch.optim.Optimizer, given: Sequence[tuple[str, Tenso
 
     Args:
         optimizer: the optimizer.
-        given: the parameters that the function was given, from `named`.
+        given: the parameters that the function was given, from `Listed.named`.
 
     Raises:
         ValueError: if some are missing, with their names; or if there are others.

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.shards import shards_of
 from shoal.cluster.team import Alone, team_of
 from shoal.cluster.ties import told_to_all
 from shoal.compression import Compression
@@ -32,7 +31,7 @@ from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
 from shoal.optim.checkpoint import NO_STRANDS, StrandState
-from shoal.optim.choice import background_of, make_checkpoint, make_rounds, make_state, make_torch, shown_by
+from shoal.optim.choice import background_of, make_checkpoint, make_rounds, make_state, make_torch, shards_of, shown_by
 from shoal.optim.closures import Closure, loss_of, needs_closure, takes_closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.donors import Donors
@@ -519,7 +518,7 @@ class Optimizer(ShowsGroups):
         """Whether this peer is in the run: nobody has shut down the optimizer or its DHT, and no rank of its cluster is
         lost."""
         is_reached = not self._ranks.have_state or self.dht.is_alive()
-        return not self._closed and is_reached and self._team.is_whole and not self._team.has_left
+        return not self._closed and is_reached and self._team.is_alive
 
     def report(self, *, loss: float | torch.Tensor) -> None:
         """Report the loss of a batch, which `shoal top`, `shoal monitor` and `metrics_port` show. Every 10 s this peer

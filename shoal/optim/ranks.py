@@ -26,7 +26,7 @@ class Brings(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         samples: the number of its samples.
         loss: the loss of these, or None.
-        gradients: which of its sharded parameters have a gradient, as the bits of a number.
+        gradients: which of its parameters have a gradient, see `Shards`.
         digest: the digest of the other gradients, if ranks compare them, else b"".
         is_ahead: whether what it steps is newer than the model, because an error has ended the call before.
         tip: the name of its part of the state; None if it has none.

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.averaging.options import term_of
 from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
-from shoal.flat import Together
+from shoal.flat import Listed, Together
 from shoal.optim.closures import needs_closure
 from shoal.optim.diloco import DiLoCo
-from shoal.optim.host_copy import HostCopy, check_none_missing, is_on_host, listed, named, names_in
+from shoal.optim.host_copy import HostCopy, check_none_missing, is_on_host, names_in
 from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.optim.without_effect import WITHOUT_EFFECT
@@ -415,8 +415,9 @@ def make_trained(
             "and params="
         )
     if params is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        params = listed(params)  # the function may look at them more than once
-        if on_host and (in_background or not is_on_host(params)):
+        listed = Listed(params)
+        params = listed.params  # the function may look at them more than once
+        if on_host and (in_background or not is_on_host(listed)):
             host = HostCopy(params, in_background=in_background, frozen=frozen)
     made = _make_optimizer(optimizer, params if host is None else host.params, in_cluster)
     if needs_closure(type(made)) and not calls_closure:
@@ -502,7 +503,7 @@ def _make_optimizer(optimizer: AnyOptimizer, params: Params | None, in_cluster: 
         with cut_already() if in_cluster else contextlib.nullcontext():
             made = optimizer(params)
         if isinstance(made, Together):  # any other class may be over a part of the model on purpose
-            check_none_missing(made, [one for one in named(listed(params)) if one[1].requires_grad])
+            check_none_missing(made, [one for one in Listed(params).named if one[1].requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(f"optimizer= made {type(made).__name__}, which is not a torch.optim.Optimizer")
     return made

@@ -11,7 +11,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shoal.cluster import exchange
+from shoal.cluster.cluster import Cluster
 from shoal.cluster.strands import Strands
 
 CASES: list[tuple[Callable[[], None], tuple[int, ...]]] = []
@@ -37,22 +37,6 @@ def case(*sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
         return act
 
     return marked
-
-
-@dataclass
-class Ranks:
-    """As a `Cluster` of so many strands is."""
-
-    group: Any
-    strands: int = 12
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
 
 
 class Odd(nn.Module):
@@ -130,7 +114,7 @@ def grad_of(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def check(ranks: Ranks, params: Any, order: list[int] | None = None) -> Strands:
+def check(ranks: Cluster, params: Any, order: list[int] | None = None) -> Strands:
     """All that is promised of any model."""
     strands = Strands(ranks, params)
     before = [whole(p) for p in strands.model]
@@ -190,12 +174,11 @@ def check_gradients(strands: Strands) -> None:
     for factor in (1.5, -3.0):
         for number, parameter in enumerate(strands.model):
             parameter.grad = None if number % 3 == 2 else gradient(parameter, factor)
-        strands.gather_gradients()
-        bits = int.from_bytes(strands.gradients, "little")
+        strands.gather_for_step()
         for number in range(len(strands.model)):
             places = [places[number] for places in strands.numbers]
             has_gradient = number % 3 != 2
-            assert bits >> number & 1 == has_gradient
+            assert strands.gradients[number] == has_gradient
             assert all((strands.pieces[place].grad is not None) == has_gradient for place in places)
         taken = [torch.empty(0) if piece.grad is None else piece.grad for piece in strands.pieces]
         for number, (parameter, found) in enumerate(zip(strands.model, joined(strands, taken), strict=True)):
@@ -207,8 +190,8 @@ def check_gradients(strands: Strands) -> None:
     assert all(p.grad is None for p in strands.model)
 
 
-def world(strands: int = 12) -> Ranks:
-    return Ranks(dist.group.WORLD, strands)
+def world(strands: int = 12) -> Cluster:
+    return Cluster(strands=strands)
 
 
 def mesh_of_all() -> DeviceMesh:
@@ -314,7 +297,7 @@ def a_part_of_the_ranks_is_the_cluster() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))["one"]
     model = Odd()
     fully_shard(model, mesh=mesh, ignored_params={model.scale})
-    check(Ranks(mesh.get_group()), model.parameters())
+    check(Cluster(mesh.get_group(), strands=12), model.parameters())
 
 
 @case(2, 3)
@@ -352,7 +335,7 @@ def gradients_that_are_placed_otherwise() -> None:
     weight = nn.Parameter(distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)]))
     weight.grad = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Replicate()])
     strands = Strands(world(), [weight])
-    strands.gather_gradients()
+    strands.gather_for_step()
     assert same(joined(strands, [grad_of(piece) for piece in strands.pieces])[0], torch.arange(21.0))
 
 

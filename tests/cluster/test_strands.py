@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.cluster.cluster import Cluster
 from shoal.cluster.strands import Strands
 from tests.forked import ForkedProcess
 
@@ -35,21 +35,11 @@ def test_ranks_hold_and_carry_the_same_numbers(size: int, tmp_path: Path) -> Non
     assert all(len(cases) > 3 and cases.keys() == found[0].keys() for cases in found)
 
 
-@dataclass
-class Alone:
-    """As a cluster of one process, which has no group."""
-
-    group: None = None
-    rank: int = 0
-    size: int = 1
-    strands: int = 8
-
-
 def test_a_single_process_carries_all_strands() -> None:
     assert not torch.distributed.is_initialized()
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1, dtype=torch.float64).requires_grad_(False))
     before = [p.detach().clone() for p in model.parameters()]
-    strands = Strands(Alone(), model.parameters())
+    strands = Strands(Cluster(), model.parameters())
     assert strands.mine == range(8)
     assert strands.carriers == [0] * 8
     assert len(strands.params) == len(strands.pieces) == 8 * 4
@@ -65,7 +55,7 @@ def test_a_single_process_carries_all_strands() -> None:
 
 def test_a_step_takes_gradients_only() -> None:
     model = nn.Linear(3, 5)
-    strands = Strands(Alone(), model.parameters())
+    strands = Strands(Cluster(), model.parameters())
     before = [piece.detach().clone() for piece in strands.pieces]
     for parameter in model.parameters():
         nn.init.constant_(parameter, 3.0)
@@ -77,11 +67,18 @@ def test_a_step_takes_gradients_only() -> None:
 
 def test_what_is_no_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match="params= has a str"):
-        Strands(Alone(), ["weight"])
+        Strands(Cluster(), ["weight"])
 
 
 def test_no_parameters_are_no_pieces() -> None:
-    strands = Strands(Alone(), [])
+    strands = Strands(Cluster(), [])
     assert strands.params == []
     assert strands.collect({}) == strands.deal({}) == {}
     assert strands.numbers == [[]] * 8
+
+
+def test_groups_over_iterators_can_be_read_again() -> None:
+    model = nn.Linear(3, 5)
+    (group,) = Strands(Cluster(), [{"params": model.parameters(), "lr": 0.1}]).given
+    assert group["lr"] == 0.1
+    assert all(one is other for one, other in zip(group["params"], model.parameters(), strict=True))

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.cluster import calls
 from shoal.cluster.question import Question
-from shoal.cluster.team import Alone, Team
+from shoal.cluster.team import Alone, Gang, Team
 from shoal.cluster.ties import ClusterError, Ties
 from tests.cluster.threads import at_ranks, gang_of, kill
 
@@ -568,7 +568,7 @@ def test_a_loss_is_an_error_of_all_wherever_they_wait(lost: int, waits: str) -> 
             assert isinstance(ended[rank], ClusterError), errors_of(ended)
             assert f"rank {lost} of this cluster is lost (its connection has ended)" in str(ended[rank])
             assert stopped[rank].wait(30.0)
-            assert not teams[rank].is_whole
+            assert not teams[rank].is_alive
             with pytest.raises(ClusterError, match="is lost"), teams[rank].call("step"):
                 pass
 
@@ -623,7 +623,7 @@ def test_a_rank_that_is_interrupted_within_a_call_leaves_unless_it_leads(
         if culprit == 0:  # all know where they are: the next call is well
             is_well(teams)
             return
-        assert not teams[culprit].left_in_order
+        assert not teams[culprit]._ties.left_in_order
         for other in {0, 2}:
             assert f"rank {culprit} of this cluster is lost ({why})" in str(ended[other])
 
@@ -632,11 +632,11 @@ def test_a_rank_that_has_left_is_missed_in_the_next_call_only() -> None:
     with gang_of(3) as teams:
         is_well(teams)
         teams[2].leave()
-        assert teams[2].left_in_order
+        assert teams[2]._ties.left_in_order
         ended = at_ranks(teams[:2], summed)
         assert str(ended[0]) == "rank 2 has shut its optimizer down, and rank 0 has not"
         assert isinstance(ended[1], ClusterError)
-        assert all(team.is_whole for team in teams)
+        assert [team.is_alive for team in teams] == [True, True, False]
         with teams[2].call("load_state_dict"), pytest.raises(ClusterError, match="this rank has shut its optimizer"):
             teams[2].all(SAMPLES, 0)
 
@@ -649,4 +649,5 @@ def test_all_leave_in_order_after_a_last_call(teams: Sequence[Team]) -> None:
         return total
 
     at_ranks(teams, finish)
-    assert all(team.left_in_order and team.is_whole for team in teams)
+    assert not any(team.is_alive for team in teams)
+    assert all(team._ties.left_in_order and team._ties.is_whole for team in teams if isinstance(team, Gang))

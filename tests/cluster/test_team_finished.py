@@ -25,8 +25,6 @@ def test_ranks_that_have_left_exchange_as_before(tmp_path: Path) -> None:
             process.wait()
     for rank in range(2):
         said = json.loads((tmp_path / f"found {rank}").read_text())
-        assert said["left_in_order"]
-        assert said["has_finished"]
         assert said["done"] == ["all"] * (2 * rank)
         before, after, last = said["found"][:5], said["found"][5:10], said["found"][10:]
         spilt = "ValueError: spilt coffee"

@@ -42,7 +42,7 @@ def gang_of(size: int) -> Iterator[list[Gang]]:
 
 def kill(team: Gang) -> None:
     """End the connections of a rank, as the kernel does when the process is killed. The rank says nothing any more."""
-    team._ties._closed = True
+    team._ties.has_left = True
     for tie in team._ties._sockets.values():
         tie.shutdown(socket.SHUT_RDWR)
     team._ties._wake.shutdown(socket.SHUT_RDWR)
