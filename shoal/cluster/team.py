@@ -34,6 +34,9 @@ T = TypeVar("T")
 class Team(ABC):
     """The only object that knows other ranks.
 
+    All ranks come to the same questions in each call. So whether a rank comes to one must not hang on what it alone
+    knows, such as its clock, the run, or how far it got before an error. It hangs on an earlier answer.
+
     Attributes:
         rank: the rank of this process. Rank 0 is the peer of the run.
         size: the number of ranks.

@@ -192,7 +192,9 @@ class Epoch:
     """Each epoch of a rank, from the first batch to the step that ends it. All ranks of a cluster that have a part of
     the state run the same code. What depends on the run, or on the time, `Pilot` decides at rank 0.
 
-    The trainer's thread calls all methods.
+    The trainer's thread calls all methods, but for these: the reactor asks `can_end`, `needs_trainer` and `is_behind`, and
+    calls `on_own_thread`; the background thread calls `end_on_loan`, while the trainer waits in another optimizer; and
+    any thread may call `close`.
 
     Args:
         settings: the settings of the optimizer.
@@ -937,7 +939,7 @@ class Epoch:
 
     def _download(self, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> bool:
         """Set the state to the one that most of the donors hold, among those that are not behind this peer's, and
-        follow the run from there. Returns whether there was such a state. If it raises, nothing has changed.
+        follow the run from there. Returns whether there was such a state. If it raises, the state has not changed.
 
         Args:
             donors, timeout: as `load_state`.

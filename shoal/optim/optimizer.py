@@ -74,7 +74,6 @@ log = logging.getLogger(__name__)
 
 AT_RANK_0 = ("tracker", "local_progress", "optimizer", "opt", "grad_averager", "outer_optimizer", "scheduler")
 
-
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.1  # more than the reactor takes to look whether an optimizer can be lent
@@ -242,7 +241,7 @@ class Optimizer(ShowsGroups):
         TypeError: if `dht` is missing.
         AveragingError: if the run refuses this peer, with the name of the option or tensor that differs.
         OSError: if `metrics_port` is taken.
-        ClusterError: if a rank of the cluster is lost, or if rank 0 raises an error.
+        ClusterError: if a rank of the cluster is lost, or if another rank raises an error.
     """
 
     @holding
@@ -565,7 +564,7 @@ class Optimizer(ShowsGroups):
                 Parameters and state are as before that step; in inner steps only if it was the first.
             RuntimeError: if another thread is in this optimizer, or after a `shutdown` of it or of its DHT; with
                 `outer`, if a checkpoint was loaded into the model alone, after the first inner step.
-            ClusterError: in a cluster, if a rank is lost or has raised an error.
+            ClusterError: in a cluster, if a rank is lost, has raised an error, or lacks a step after one.
         """
         with self._in_trainer("step", grad=False):
             if self._closed:

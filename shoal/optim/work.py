@@ -72,8 +72,8 @@ class Loadable(Protocol):
 class Work(ABC):
     """What this rank brings to the rounds of a run: gradients, local steps, or the drift of its model.
 
-    The trainer's thread calls all methods, except `vectors`, `norms` and `step`, which belong to the round and the step
-    that ends an epoch.
+    The trainer's thread calls all methods. The thread that ends an epoch in the background calls `vectors`, `norms` and
+    `step`; and on loan, while the trainer waits in another optimizer, also `freeze`, `drop` and `go_on`.
 
     Args:
         optimizer: the `shoal.Optimizer`, which a `GradScaler` takes.
