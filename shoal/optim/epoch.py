@@ -192,9 +192,9 @@ class Epoch:
     """Each epoch of a rank, from the first batch to the step that ends it. All ranks of a cluster that have a part of
     the state run the same code. What depends on the run, or on the time, `Pilot` decides at rank 0.
 
-    The trainer's thread calls all methods, but for these: the reactor asks `can_end`, `needs_trainer` and `is_behind`, and
-    calls `on_own_thread`; the background thread calls `end_on_loan`, while the trainer waits in another optimizer; and
-    any thread may call `close`.
+    The trainer's thread calls all methods, but for these: the reactor asks `can_end`, `needs_trainer` and `is_behind`,
+    and calls `on_own_thread`; the background thread calls `end_on_loan`, while the trainer waits in another optimizer;
+    and any thread may call `close`.
 
     Args:
         settings: the settings of the optimizer.
