@@ -485,7 +485,8 @@ class Epoch:
 
     def take_over(self) -> None:
         """Continue from the model as the user has written it."""
-        self._state.take_over(whole=self._work.follows_model)
+        with self._team.collectives():
+            self._state.take_over(whole=self._work.follows_model)
 
     def _name_state(self) -> None:
         """Hash the parts of all ranks."""
