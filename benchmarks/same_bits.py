@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases with this in their names")
     options = parser.parse_args()
     end_on_signals()
-    began, rows, unlike = time.monotonic(), [], 0
+    began, rows, unlike = time.monotonic(), [], list[str]()
     with tempfile.TemporaryDirectory(prefix="shoal-same-bits-") as temporary:
         folder = Path(temporary)
         trees = {}
@@ -174,10 +174,11 @@ def main() -> None:
         for name, count, found in compare(trees, options.only, folder):
             said = f"DIFFERS ({found})" if found else "equal"
             print(f"{name}: {said}", file=sys.stderr, flush=True)
-            unlike += bool(found)
+            if found:
+                unlike.append(f"{name}: {found}")
             rows.append([name, str(count), f"DIFFERS ({found.splitlines()[0]})" if found else "equal"])
     print(table(["mode", "values", f"{options.now} beside {options.before}"], rows))
-    print(f"{len(rows) - unlike} of {len(rows)} are equal; {time.monotonic() - began:.0f} s")
+    print(f"{len(rows) - len(unlike)} of {len(rows)} are equal; {time.monotonic() - began:.0f} s", *unlike, sep="\n")
     sys.exit(1 if unlike or not rows else 0)
 
 

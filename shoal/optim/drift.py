@@ -157,7 +157,7 @@ class Drift(Work):
         watched: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(shoal_optimizer, pieces)
-        self._pieces, self.choice = pieces, choice
+        self.choice = choice
         self.wrapped = self.inner = inner.optimizer
         self._model, self._anchors = list(model), list(anchors.trained)
         self._outer, self._frozen = anchors.optimizer, anchors.frozen

@@ -16,8 +16,9 @@ from shoal.optim.accumulator import lost_gradient, norm_of
 from shoal.optim.closures import NotUsed, calls_once, kept_loss, loss_of
 from shoal.optim.exact_norm import norm_of as exact_norm_of
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.pieces import Pieces
 from shoal.optim.result import Result
-from shoal.optim.work import Batch, Stepper, Trained, Work
+from shoal.optim.work import Batch, Stepper, Work
 from shoal.swarm.protocol.loss import Loss, mean_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Gradients(Work):
     """The mean of this rank's gradients in an epoch, weighted by samples, and the average of all peers' gradients.
 
     Args:
-        optimizer, trained: see `Work`.
+        optimizer, pieces: see `Work`.
         sums: accumulate the gradients, one for each part of the state.
         targets: for each part, the tensors that are stepped.
         wrapped: the optimizer that makes the step.
@@ -59,7 +60,7 @@ class Gradients(Work):
     def __init__(
         self,
         optimizer: Optimizer,
-        trained: Trained,
+        pieces: Pieces,
         sums: Sequence[GradientSum],
         targets: Sequence[Sequence[Tensor]],
         wrapped: Optimizer,
@@ -67,7 +68,7 @@ class Gradients(Work):
         reuse: bool = False,
         is_exact: bool = False,
     ) -> None:
-        super().__init__(optimizer, trained)
+        super().__init__(optimizer, pieces)
         self._sums, self._targets, self._is_exact, self.wrapped = sums, targets, is_exact, wrapped
         self.holds_every_batch, self.has_any_threads = reuse, is_exact
         self._scaler: GradScaler | None = None  # the scaler of the gradients that are accumulated in `.grad`
@@ -104,8 +105,8 @@ class Gradients(Work):
     def _check_held(self) -> None:
         if self.holds_every_batch and (index := self._sums[0].lost()) is not None:
             self.reset()
-            trained, _ = self._trained.in_backward
-            raise lost_gradient(self._trained.name_of(trained[index]))
+            trained, _ = self._pieces.in_backward
+            raise lost_gradient(self._pieces.name_of(trained[index]))
 
     def skip(self) -> None:
         """See `Work`. Where gradients are accumulated in `.grad`, autograd has added the batch to those of earlier

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 
 from shoal.optim.closures import Closure
+from shoal.optim.pieces import Pieces
 from shoal.optim.result import Result
-from shoal.optim.work import Batch, Stepper, Trained, Work
+from shoal.optim.work import Batch, Stepper, Work
 
 
 class LocalSteps(Work):
@@ -16,7 +17,7 @@ class LocalSteps(Work):
     this brings only the number of samples behind it.
 
     Args:
-        optimizer, trained: see `Work`.
+        optimizer, pieces: see `Work`.
         wrapped: the optimizer that the user has given.
         make: makes a step of it, given the closure of the batch, or None.
     """
@@ -24,9 +25,9 @@ class LocalSteps(Work):
     steps_at_once, shares_state = True, False
 
     def __init__(
-        self, optimizer: Optimizer, trained: Trained, wrapped: Optimizer, make: Callable[[Closure | None], None]
+        self, optimizer: Optimizer, pieces: Pieces, wrapped: Optimizer, make: Callable[[Closure | None], None]
     ) -> None:
-        super().__init__(optimizer, trained)
+        super().__init__(optimizer, pieces)
         self.wrapped, self._make, self._samples = wrapped, make, 0.0
 
     @property
@@ -36,7 +37,7 @@ class LocalSteps(Work):
 
     def _use(self, batch: Batch) -> None:
         self._admit(batch.scaler)
-        self._trained.check_groups()
+        self._pieces.check_groups()
         self._make(batch.closure)
         self._samples += batch.samples
 

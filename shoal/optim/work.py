@@ -16,6 +16,7 @@ from shoal.averaging.exchange import Vector
 from shoal.flat import grad_of
 from shoal.optim.closures import Closure, NotUsed
 from shoal.optim.grad_scaler import GradScaler
+from shoal.optim.pieces import Pieces
 from shoal.optim.result import Result
 from shoal.swarm.protocol.loss import Loss
 
@@ -44,17 +45,6 @@ class Batch(msgspec.Struct, frozen=True):
         return cls(samples, loss=loss, closure=None if loss is None else Closure(None, loss))
 
 
-class Trained(Protocol):
-    """The parameters that get gradients, as far as `Work` looks at them. See `Pieces`."""
-
-    @property
-    def in_backward(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]: ...
-    def check(self) -> None: ...
-    def check_groups(self) -> None: ...
-    def name_of(self, what: int | Tensor) -> str: ...
-    def spread(self) -> None: ...
-
-
 class Stepper(Protocol):
     """The state that `Work` steps with the result of a round. See `State`."""
 
@@ -77,7 +67,7 @@ class Work(ABC):
 
     Args:
         optimizer: the `shoal.Optimizer`, which a `GradScaler` takes.
-        trained: the parameters that get gradients.
+        pieces: the tensors that this rank steps, and the parameters that get gradients.
 
     Attributes:
         loss: the mean loss of the samples that `freeze` has taken; None if some have none.
@@ -112,8 +102,8 @@ class Work(ABC):
     called = ("gradients", "it joins without them")
     """For messages: what it brings, and what happens if that is not finite."""
 
-    def __init__(self, optimizer: Optimizer, trained: Trained) -> None:
-        self._optimizer, self._trained = optimizer, trained
+    def __init__(self, optimizer: Optimizer, pieces: Pieces) -> None:
+        self._optimizer, self._pieces = optimizer, pieces
         self._warned = False  # whether a warning has said that no parameter has a gradient
         self.loss: Loss | None = None
 
@@ -121,7 +111,7 @@ class Work(ABC):
     def of_wrapped(self) -> Iterator[None]:
         """Within, the parameters of the wrapped optimizer are the model's. Afterwards the model has those."""
         yield
-        self._trained.spread()
+        self._pieces.spread()
 
     # -- within an epoch
 
@@ -152,7 +142,7 @@ class Work(ABC):
         """
         closure = batch.closure
         if not self.samples:  # once an epoch, before any gradient of wrong parameters is used
-            self._trained.check()
+            self._pieces.check()
         try:
             if closure is None or closure.is_evaluated:
                 self._check_gradients(batch.samples)
@@ -178,7 +168,7 @@ class Work(ABC):
             ValueError: if a frozen parameter has one.
             NotUsed: if no parameter has one.
         """
-        trained, frozen = self._trained.in_backward
+        trained, frozen = self._pieces.in_backward
         for parameter in frozen:
             if grad_of(parameter) is not None:
                 raise ValueError(
@@ -188,7 +178,7 @@ class Work(ABC):
         for parameter in trained:
             if grad_of(parameter) is not None:
                 return
-        self._trained.check()  # modules may have other parameters now
+        self._pieces.check()  # modules may have other parameters now
         if not self._warned:
             self._warned = True
             log.warning(
@@ -290,13 +280,13 @@ class Work(ABC):
             used: whether the average has this rank's contribution.
             is_accumulating: whether this rank already accumulates for the next epoch.
         """
-        self._trained.spread()
+        self._pieces.spread()
         if not is_accumulating:
             self.reset()
 
     def publish(self) -> None:
         """Let the model continue from another state."""
-        self._trained.spread()
+        self._pieces.spread()
 
     def apply_last(self, *, used: bool | None) -> None:
         """The optimizer was shut down: let the model continue from the last step.
@@ -304,7 +294,7 @@ class Work(ABC):
         Args:
             used: as for `apply`; None if there was no step.
         """
-        self._trained.spread()
+        self._pieces.spread()
 
     def use_theirs(self) -> None:  # noqa: B027
         """Another state has this rank's contribution to the last round already."""
