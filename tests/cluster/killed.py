@@ -1,4 +1,4 @@
-"""A rank that kills itself with SIGKILL in a phase of an epoch that a test names."""
+"""A process that kills itself with SIGKILL in a phase of an epoch that a test names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.messages import Commit, Done, Part, Result
+from shoal.swarm.protocol.participant import Participant
 from shoal.swarm.swarm import Swarm
+from shoal.transfer.transfer import _Fetch
 
 
 def die() -> None:
@@ -21,11 +23,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_when_stepping(is_time: Callable[[], bool]) -> None:
-    """Arrange for this process to be killed when it is about to step torch's optimizer, once it `is_time`."""
+def die_when_stepping(is_time: Callable[[], bool], kind: type = torch.optim.AdamW) -> None:
+    """Arrange for this process to be killed when it is about to step an optimizer of this kind, once it `is_time`."""
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if type(optimizer) is torch.optim.AdamW and is_time():
+        if type(optimizer) is kind and is_time():
             die()
 
     register_optimizer_step_pre_hook(hook)
@@ -44,3 +46,21 @@ def die_when_sending(in_strand: bool, is_time: Callable[[], bool]) -> None:
         return perform(self, action)
 
     Swarm._do = counting  # type: ignore[method-assign]
+
+
+def die_when_committed(is_time: Callable[[], bool]) -> None:
+    """Arrange for this process to be killed, once it `is_time`, when it knows that the run's own round has a result,
+    and has not stepped with it."""
+    advance = Participant.advance
+
+    def advancing(self: Participant, commit: Commit) -> None:
+        advance(self, commit)
+        if "/strand/" not in self.view.run_id and is_time():
+            die()
+
+    Participant.advance = advancing  # type: ignore[method-assign]
+
+
+def die_when_downloading() -> None:
+    """Arrange for this process to be killed when the first bytes of a state arrive."""
+    _Fetch.take = lambda *_: die()  # type: ignore[assignment, method-assign]

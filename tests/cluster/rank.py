@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from tests.cluster.killed import die, die_when_sending, die_when_stepping
+from tests.cluster.killed import die, die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -143,8 +143,12 @@ def main() -> None:
     match dies:
         case "in a strand's round" | "in the run's round":
             die_when_sending(dies == "in a strand's round", is_time)
+        case "committed":
+            die_when_committed(is_time)
         case "stepping":
             die_when_stepping(is_time)
+        case "downloading":
+            die_when_downloading()
     try:
         if "load_strands" in told:
             dcp.load(state_of(model, optimizer), checkpoint_id=told["load_strands"])

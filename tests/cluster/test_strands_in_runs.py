@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,35 +35,6 @@ def test_a_rank_whose_python_is_held_for_seconds_is_not_lost(tmp_path: Path, ran
         check_numbers(made, "adamw", 4, 8)
         assert longest_wait(made, 0) >= 4.0, "nobody was held"
         assert not any(" is lost" in made.log(cluster, each) for cluster in (0, 1) for each in (0, 1)), made.logs()
-
-
-LONGEST_WAIT = 3.0  # seconds that a killed rank may cost the others
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_in_any_phase_ends_its_cluster_by_name_and_the_others_go_on(tmp_path: Path) -> None:
-    """One cluster after the other loses a rank; those that stay have one step of the optimizer for each epoch."""
-    phases = [("accumulating", 1), ("in a strand's round", 1), ("in the run's round", 0), ("stepping", 1)]
-    options: dict[str, Any] = {"optimizer": "adamw", "epochs": 4000, "waits": False, "pause": 0.1, "strands": 4}
-    with clusters(tmp_path, 5, **options) as made:
-        made.add("ddp", 2, 0)
-        made.add("plain", 1, 2)
-        made.wait(lambda: len(made.digests(1, 0)) > 3)
-        for number, (phase, lost) in enumerate(phases, 2):
-            victims = made.add("fsdp2", 2, 3, dies=phase, dying=lost)
-            made.wait(lambda victims=victims: all(victim.poll() is not None for victim in victims))
-            assert victims[lost].wait(1.0) == -9, made.logs()
-            mate = 1 - lost
-            assert victims[mate].wait(1.0) not in (0, -9), made.logs()
-            assert f"rank {lost} (process {victims[lost].pid} on " in made.log(number, mate), made.logs()
-            assert len(made.digests(number, mate)) > 1, "it was killed before it had trained"
-            before = max(made.digests(0, 0))
-            made.wait(lambda before=before: max(made.digests(0, 0)) > before + 3, 10.0)
-        longest = max(longest_wait(made, 0), longest_wait(made, 1))
-        assert longest < LONGEST_WAIT, made.logs()
-        for number, rank in ((0, 1), (1, 0), *((victim, 0) for victim in range(2, 6))):
-            mine, theirs = made.digests(0, 0), made.digests(number, rank)
-            assert all(mine[epoch] == digest for epoch, digest in theirs.items() if epoch in mine)
 
 
 def longest_wait(made: Clusters, cluster: int) -> float:

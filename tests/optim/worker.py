@@ -26,6 +26,8 @@ from shoal.compression import compression_by_spec
 from shoal.flat import bytes_of
 from shoal.optim import terms as machines
 from shoal.optim.reports import Event
+from shoal.outer.exact_sgd import ExactSGD
+from tests.cluster.killed import die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 
 FACTORIES = {
@@ -112,7 +114,7 @@ class Training:
         optimizer: str = "sgd",
         scheduler: str = "none",
         codec: str = "none",
-        target: int = 64,
+        target: int | None = 64,
         run_id: str = "test",
         machine: str = "",
         state_codec: str = "none",
@@ -125,6 +127,8 @@ class Training:
         if admission := arguments.pop("admission", None):
             url, code = admission
             arguments["membership"] = membership_from(url, code, self.dht.peer_id)
+        if inner_steps := arguments.pop("inner_steps", 0):
+            arguments["outer"] = shoal.DiLoCo(inner_steps=inner_steps)
         if own := arguments.pop("own_averager", ""):
             arguments["grad_averager_factory"] = FACTORIES[own]
         made = shoal.Optimizer(
@@ -331,6 +335,17 @@ def main() -> None:
                 say(peer=str(training.optimizer._run.swarm.peer.participant.coordinator().peer))
             case "hold":
                 training.hold_seconds = command["seconds"]
+                say(ok=True)
+            case "die":
+                match command["phase"]:
+                    case "in the round":
+                        die_when_sending(in_strand=False, is_time=lambda: True)
+                    case "committed":
+                        die_when_committed(lambda: True)
+                    case "stepping":
+                        die_when_stepping(lambda: True, ExactSGD if command["outer"] else torch.optim.AdamW)
+                    case "downloading":
+                        die_when_downloading()
                 say(ok=True)
             case "die as coordinator":
                 training.dies = True

@@ -1,0 +1,53 @@
+"""Peers that are killed in one phase of an epoch each: the others have the same bits, and go on."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offloaded and delayed": {"offload_optimizer": True, "delay_grad_averaging": True},
+    "diloco": {"inner_steps": 4, "target": None},
+}
+PHASES = ["in the round", "committed", "stepping"]
+MOST_SECONDS = 9.0  # more than usual, from one epoch to the next
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_peers_that_are_killed_in_each_phase(pool: Pool, mode: str) -> None:
+    with training(pool, 2 + len(PHASES), optimizer="adamw", **MODES[mode]) as peers:
+        for peer in peers.all:
+            peer.ask(do="train", batch=8, pause=0.03)
+        wait_until(lambda: len(events(peers.all[0])) >= 4)
+        survivors, victims = peers.all[:2], peers.all[2:]
+        killed = time.monotonic()
+        for victim, phase in zip(victims, PHASES, strict=True):
+            victim.ask(do="die", phase=phase, outer=mode == "diloco")
+        for newcomer in peers.add(1):
+            newcomer.ask(do="die", phase="downloading")
+            newcomer.ask(do="train", batch=8, pause=0.03)
+            victims.append(newcomer)
+        assert [victim.process.wait(100.0) for victim in victims] == [-9] * len(victims)
+        seen = len(events(survivors[0]))
+        wait_until(lambda: len(events(survivors[0])) >= seen + 5)
+        last = max(event["epoch"] for peer in survivors for event in events(peer)) + 3
+        for peer in survivors:
+            peer.tell(do="stop", epoch=last)
+        states = [peer.hear() for peer in survivors]
+        histories = [events(peer) for peer in survivors]
+
+    assert all(event["kind"] == "epoch" for history in histories for event in history), "a survivor had to download"
+    by_epoch(histories)
+    for history in histories:
+        usual = median(gap for end, gap in gaps(history) if end < killed)
+        assert max(gap for end, gap in gaps(history)[1:]) <= usual + MOST_SECONDS, (usual, gaps(history))
+        assert [event["peers"] for event in history[-3:]] == [2, 2, 2]
+    if mode == "plain":  # in the other modes, peers differ between the ends of epochs
+        assert states[0] == states[1]
