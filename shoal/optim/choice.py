@@ -27,7 +27,6 @@ from shoal.optim.local_steps import LocalSteps
 from shoal.optim.pieces import Own, StrandPieces
 from shoal.optim.rounds import AveragerRounds, InTheRun, Rounds, Strand, StrandRounds
 from shoal.optim.settings import (
-    PLACE_TIMES,
     AnyOptimizer,
     AnyScheduler,
     Settings,
@@ -133,15 +132,7 @@ def make_rounds(optimizer: Optimizer, settings: Settings, state: State, made: Ma
         apart = settings.delay_optimizer_step
         total = EpochGradients(state.trained, codec, apart=apart, reuse=reuse, error_feedback=feedback)
         return InTheRun(Gradients(optimizer, pieces, [total], [state.stepped], state.wrapped, reuse=reuse))
-    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
-    options = {name: getattr(settings, name) for name in same} | {
-        "prefix": f"{settings.run_id}/grad",
-        "min_group_size": 1,
-        "min_matchmaking_time": settings.matchmaking_time,
-        "compression": codec,
-        "bandwidth": settings.averager_opts.get("bandwidth"),
-    }
-    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
+    options = {"prefix": f"{settings.run_id}/grad", "reuse_grad_buffers": reuse} | settings.for_averager()
     gradients = AveragerSum(settings.grad_averager_factory, state.trained, dht=dht, **options)
     work = Gradients(optimizer, pieces, [gradients], [state.stepped], state.wrapped, reuse=reuse)
     return AveragerRounds(work, dht.peer_id.key, gradients)

@@ -293,6 +293,18 @@ class Settings:
         """Whether frozen parameters are part of the state, which newcomers download."""
         return self.frozen_parameters == "send"
 
+    def for_averager(self) -> dict[str, Any]:
+        """The options of an averager of gradients, which averages as the optimizer itself would."""
+        names = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "min_group_size": 1,
+            "min_matchmaking_time": self.matchmaking_time,
+            "compression": self.grad_compression,
+            "bandwidth": self.averager_opts.get("bandwidth"),
+            **{name: value for name, value in self.averager_opts.items() if name in PLACE_TIMES},
+        }
+
     def agreed(self) -> dict[str, str]:
         """The options here that must be equal in a run, by name: the number of samples, the modes, the codecs, what a
         round averages, and how many peers it needs. Each peer chooses the other options for itself: every time-out,
