@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from shoal.averaging.options import term_of
 from shoal.cluster.strands import Strands
-from shoal.flat import Layout, Together, names_of_members
+from shoal.flat import Layout, Together, names_of_members, parameters_of
 from shoal.optim.group_options import structure
 from shoal.optim.host_copy import check_order
 from shoal.optim.settings import Settings, Stepped
-from shoal.optim.state import State, parameters_of
+from shoal.optim.state import State
 from shoal.sharding.element_wise import is_element_wise
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.flat import users_modes
+from shoal.flat import parameters_of, users_modes
 from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
 from shoal.optim._torch import writes_of
@@ -51,7 +51,7 @@ class EvalMode:
         optimizer."""
         if self._kept is None:
             return None
-        kept = dict(zip(map(id, self._own), self._kept, strict=True))
+        kept = dict(zip(map(id, parameters_of(self._optimizer)), self._kept, strict=True))
         return [kept[id(parameter)] for parameter in parameters] if id(parameters[0]) in kept else None
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class EvalMode:
         """
         if self.is_on:
             return
-        own = self._own
+        own = parameters_of(self._optimizer)
         with memory_for("a copy of the parameters of train mode", MemoryError):
             kept = [parameter.detach().clone() for parameter in own]
         before = self._look_of_state()
@@ -92,17 +92,13 @@ class EvalMode:
         self.is_in_train = True
         if self._kept is None:
             return False
-        self._put(self._own, self._kept)
+        self._put(parameters_of(self._optimizer), self._kept)
         self._kept = None
         return True
 
     def forget(self) -> None:
         """Another state was loaded into the optimizer."""
         self._kept, self.is_in_train = None, False
-
-    @property
-    def _own(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _call(self, mode: Mode) -> None:
         with self._options.finding_own(), users_handlers(), users_modes():
