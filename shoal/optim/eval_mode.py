@@ -9,8 +9,8 @@ falls due, the others wait for this peer as for any that is between two steps, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
 from shoal.optim._torch import writes_of
 from shoal.optim.group_options import GroupOptions
+from shoal.optim.tree import tensors_in
 
 Mode = Literal["train", "eval"]
 
@@ -106,7 +107,7 @@ class EvalMode:
 
     def _look_of_state(self) -> list[tuple[int, int, float]]:
         """Tells whether the state is another one. Writes through `.data` are not counted, hence the sums."""
-        tensors = list(_tensors_in(list(self._optimizer.state.values())))
+        tensors = [one for one in tensors_in([*self._optimizer.state.values()]) if type(one) is Tensor]
         sums = [float(tensor.sum(dtype=torch.float64)) if tensor.is_floating_point() else 0.0 for tensor in tensors]
         return [(id(tensor), writes_of(tensor), each) for tensor, each in zip(tensors, sums, strict=True)]
 
@@ -114,11 +115,3 @@ class EvalMode:
     def _put(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for parameter, value in zip(own, values, strict=True):
             parameter.copy_(value)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if type(value) is Tensor:
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
