@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
+from shoal.averaging.options import term_of
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
 from shoal.flat import FlatBuffer, Layout, names_of_members, parameters_of, pick_kernels
 from shoal.flat.allocation import memory_for
@@ -39,7 +40,7 @@ from shoal.optim.contents import (
 )
 from shoal.optim.division import Division, Undivided, name_of
 from shoal.optim.eval_mode import EvalMode, Mode
-from shoal.optim.group_options import GroupOptions, check_options
+from shoal.optim.group_options import GroupOptions, check_options, structure
 from shoal.optim.host_copy import names_in
 from shoal.optim.kept import Keeper, Kept
 from shoal.optim.loads import hash_of
@@ -682,6 +683,14 @@ class State(TrainingState):
     def described_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of `described`, whose structure peers compare."""
         return self.division.described_groups(self.optimizer.param_groups)
+
+    def agreed(self) -> dict[str, str]:
+        """What must be equal in a run, by name: `Settings.agreed`, and what the user's optimizer and scheduler are."""
+        return self._settings.agreed() | {
+            "optimizer": term_of(names_of_members(self.wrapped)),
+            "scheduler": type(self.users_scheduler).__name__,
+            "param_groups": term_of(structure(self.described_groups)),
+        }
 
     @property
     def max_nbytes(self) -> int:
