@@ -41,7 +41,7 @@ from shoal.flat.state_dict_hooks import (
     own_saving_hooks,
     without_hooks,
 )
-from shoal.flat.together import Together, members_of, names_of_members
+from shoal.flat.together import Together, members_of, names_of_members, parameters_of
 from shoal.flat.watch import MemoryWatch, Watch
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "neutral_modes",
     "own_saving_hooks",
     "own_storage",
+    "parameters_of",
     "pick_kernels",
     "tensor_from",
     "users_modes",

@@ -294,6 +294,11 @@ class Together(Optimizer):
         return _part_of(given, picked, True), _part_of(given, picked, False)
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that step: the members of a `Together`, or the optimizer itself."""
     if not isinstance(optimizer, Together):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.averaging.options import term_of
 from shoal.cluster.strands import Strands
-from shoal.flat import Layout, Together, names_of_members
-from shoal.optim.group_options import structure
+from shoal.flat import Layout, Together, names_of_members, parameters_of
 from shoal.optim.host_copy import check_order
-from shoal.optim.settings import Settings, Stepped
-from shoal.optim.state import State, parameters_of
+from shoal.optim.settings import Stepped
+from shoal.optim.state import State
 from shoal.sharding.element_wise import is_element_wise
 
 
@@ -35,16 +33,13 @@ def check_steps_pieces(stepped: Stepped, strands: Strands) -> None:
         check_order(stepped.optimizer, parameters_of(stepped.optimizer), strands.pieces)
 
 
-def terms_of(state: State, settings: Settings) -> dict[str, str]:
+def terms_of(state: State) -> dict[str, str]:
     """The options and shapes that must be equal at all ranks, by name."""
-    kinds: dict[str, object] = {"optimizer": state.wrapped, "scheduler": state.scheduler}
-    if state.wrapped is not state.optimizer:
-        kinds["outer optimizer"] = state.optimizer
-    return settings.agreed() | {
+    outer = {} if state.wrapped is state.optimizer else {"outer optimizer": type(state.optimizer).__name__}
+    return state.agreed() | {
         "strands": str(len(state.division.carriers)),
-        "param_groups": term_of(structure(state.described_groups)),
         "tensors": Layout.of([*state.described, *state.extra_tensors]).schema_hash.hex()[:16],
-        **{name: type(each).__name__ for name, each in kinds.items()},
+        **outer,
     }
 
 

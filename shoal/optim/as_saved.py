@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shoal.flat import after_loading, before_loading, without_hooks
 from shoal.optim.contents import device_of
-from shoal.optim.own_form import GROUPS, STATE, has_torchs_form, tensors_in, unsaved_options
+from shoal.optim.own_form import GROUPS, STATE, has_torchs_form, unsaved_options
+from shoal.optim.tree import tensors_in
 
 KEPT_BY_TORCH = frozenset({int, float, bool, type(None), complex})
 

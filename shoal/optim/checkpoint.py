@@ -25,12 +25,20 @@ from torch import Tensor
 
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Placed, shared_by_all
-from shoal.flat import after_loading, after_saving, before_loading, before_saving, is_per_tensor, without_hooks
+from shoal.flat import (
+    after_loading,
+    after_saving,
+    before_loading,
+    before_saving,
+    is_per_tensor,
+    parameters_of,
+    without_hooks,
+)
 from shoal.optim.as_saved import load_as_saved, load_exactly
 from shoal.optim.drift import Drift
 from shoal.optim.group_options import KERNELS
 from shoal.optim.plain import is_plain, plain, restored
-from shoal.optim.state import State, parameters_of, scheduler_state
+from shoal.optim.state import State, scheduler_state, with_scheduler_state
 from shoal.optim.work import Work
 
 NO_STRANDS = (
@@ -367,11 +375,7 @@ class StrandCheckpoint(Checkpoint):
         if [(list(shape), dtype) for shape, dtype in common.parameters] != self._described:
             raise ValueError("the checkpoint is of other parameters than this model's")
         self._check_inner(given, common.inner)
-        if (common.scheduler is None) != (state.scheduler is None):
-            raise ValueError("the checkpoint has a scheduler and this optimizer has none, or the other way round")
-        known = {} if state.scheduler is None else state.scheduler.state_dict()
-        if unknown := set(common.scheduler or ()) - set(known):
-            raise ValueError(f"this optimizer's scheduler has no {', '.join(sorted(unknown))}")
+        with_scheduler_state(state.scheduler, common.scheduler, "the checkpoint")
         if common.extras != len(state.extra_tensors):
             raise ValueError(f"the checkpoint has {common.extras} extra tensors, this optimizer another number")
         for number, tensor in enumerate(self._extras):
@@ -411,10 +415,8 @@ class StrandCheckpoint(Checkpoint):
                 state.parameters[place].copy_(saved["parameters"][str(number)])
                 kept[place] = of_strand.get(number, {})
         load_exactly(state.optimizer, kept, options_of(common.stepped, state.optimizer))
-        if state.scheduler is not None and common.scheduler is not None:
-            mine = state.scheduler.state_dict()
-            saved = {name: restored(value, mine[name], name) for name, value in common.scheduler.items()}
-            state.scheduler.load_state_dict(mine | saved)
+        if state.scheduler is not None:
+            state.scheduler.load_state_dict(with_scheduler_state(state.scheduler, common.scheduler, "the checkpoint"))
         for number, tensor in enumerate(self._extras):
             tensor.copy_(given["extra tensors"][str(number)])
 

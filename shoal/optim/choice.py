@@ -13,7 +13,7 @@ from shoal.cluster.shards import Shards, Unsharded
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Whole
 from shoal.dht.dht import DHT
-from shoal.flat import Shown
+from shoal.flat import Shown, parameters_of
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.alike import check_steps_pieces
 from shoal.optim.checkpoint import Checkpoint, OuterCheckpoint, OwnCheckpoint, StrandCheckpoint
@@ -27,16 +27,16 @@ from shoal.optim.local_steps import LocalSteps
 from shoal.optim.pieces import Own, StrandPieces
 from shoal.optim.rounds import AveragerRounds, InTheRun, Rounds, Strand, StrandRounds
 from shoal.optim.settings import (
-    PLACE_TIMES,
     AnyOptimizer,
     AnyScheduler,
     Settings,
     Stepped,
+    Use,
     make_outer,
     make_trained,
 )
 from shoal.optim.shown_copies import shown_of, shown_of_pieces
-from shoal.optim.state import State, parameters_of
+from shoal.optim.state import State
 from shoal.optim.strand_averager import StrandAverager
 from shoal.optim.work import Work
 
@@ -72,21 +72,21 @@ def make_torch(
 ) -> Made:
     """Make the torch objects of this rank. Raises ValueError as `make_trained` and `make_outer`."""
     if not shards.are_here:  # rank 0 has the state; here the optimizer only shows its groups
-        users = make_trained(optimizer, shards.params, None, on_host=False, in_cluster=True)
+        users = make_trained(optimizer, shards.params, None, Use(in_cluster=True))
         return Made(users, users)
-    places: dict[str, Any] = {
-        "on_host": settings.offload_optimizer,
-        "in_background": settings.delay_optimizer_step,
-        "in_cluster": is_cluster,
-        "frozen": settings.sends_frozen,
-        "calls_closure": settings.moves_within_epochs and not is_cluster,
-    }
+    use = Use(
+        on_host=settings.offload_optimizer,
+        in_background=settings.delay_optimizer_step,
+        in_cluster=is_cluster,
+        steps_average=not settings.moves_within_epochs,
+        frozen=settings.sends_frozen,
+        calls_closure=settings.moves_within_epochs and not is_cluster,
+    )
     if settings.outer is None:
-        by_average = not settings.use_local_updates
-        users = make_trained(optimizer, shards.params, scheduler, **places, steps_average=by_average)
+        users = make_trained(optimizer, shards.params, scheduler, use)
         return Made(users, users)
     params, pieces = (shards.given, shards.groups) if isinstance(shards, Strands) else (shards.params, None)
-    users, anchor, outer = make_outer(settings.outer, optimizer, params, scheduler, **places, pieces=pieces)
+    users, anchor, outer = make_outer(settings.outer, optimizer, params, scheduler, use, pieces)
     return Made(users, Stepped(outer, None, anchor))
 
 
@@ -133,15 +133,7 @@ def make_rounds(optimizer: Optimizer, settings: Settings, state: State, made: Ma
         apart = settings.delay_optimizer_step
         total = EpochGradients(state.trained, codec, apart=apart, reuse=reuse, error_feedback=feedback)
         return InTheRun(Gradients(optimizer, pieces, [total], [state.stepped], state.wrapped, reuse=reuse))
-    same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode", "reuse_grad_buffers")
-    options = {name: getattr(settings, name) for name in same} | {
-        "prefix": f"{settings.run_id}/grad",
-        "min_group_size": 1,
-        "min_matchmaking_time": settings.matchmaking_time,
-        "compression": codec,
-        "bandwidth": settings.averager_opts.get("bandwidth"),
-    }
-    options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
+    options = {"prefix": f"{settings.run_id}/grad", "reuse_grad_buffers": reuse} | settings.for_averager()
     gradients = AveragerSum(settings.grad_averager_factory, state.trained, dht=dht, **options)
     work = Gradients(optimizer, pieces, [gradients], [state.stepped], state.wrapped, reuse=reuse)
     return AveragerRounds(work, dht.peer_id.key, gradients)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.flat import members_of
 from shoal.optim import tree
 from shoal.optim.group_options import KERNELS
-from shoal.optim.own_form import own_form, tensors_in, unsaved_options
+from shoal.optim.own_form import own_form, unsaved_options
 from shoal.optim.plain import is_plain, plain, restored
 
 NOT_SENT = KERNELS | {"params", "param_names"}
@@ -253,14 +253,14 @@ def place(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for number, values in others.values.items():
         parameter = parameters[number]
-        for tensor in tensors_in(values):
+        for tensor in tree.tensors_in(values):
             move(tensor, device_of(tensor, parameter, groups.get(id(parameter), {})))
     for group, options in zip(optimizer.param_groups, others.groups, strict=False):
         for name, value in options.items():
-            for tensor in tensors_in(value):
+            for tensor in tree.tensors_in(value):
                 mine, first = group.get(name), next(iter(group["params"]), tensor)
                 move(tensor, mine.device if isinstance(mine, Tensor) else device_of(tensor, first, group))
-    for tensor in tensors_in(others.rest):
+    for tensor in tree.tensors_in(others.rest):
         move(tensor, device_of(tensor, next(iter(parameters), tensor), {}))
 
 
@@ -288,7 +288,7 @@ def options_for(
             raise ValueError(f"{name} is a {type(value).__name__}, and {own!r:.40} at this peer")
         if isinstance(value, Tensor):
             return restored(plain(value), own, name) if takes_number and value.numel() == 1 else value
-        if own is None or not is_plain(value) or next(tensors_in(value), None) is not None:
+        if own is None or not is_plain(value) or next(tree.tensors_in(value), None) is not None:
             return value
         return restored(plain(value), own, name)
 

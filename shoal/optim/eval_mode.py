@@ -9,17 +9,18 @@ falls due, the others wait for this peer as for any that is between two steps, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoal.flat import users_modes
+from shoal.flat import parameters_of, users_modes
 from shoal.flat.allocation import memory_for
 from shoal.interrupts import users_handlers
 from shoal.optim._torch import writes_of
 from shoal.optim.group_options import GroupOptions
+from shoal.optim.tree import tensors_in
 
 Mode = Literal["train", "eval"]
 
@@ -51,7 +52,7 @@ class EvalMode:
         optimizer."""
         if self._kept is None:
             return None
-        kept = dict(zip(map(id, self._own), self._kept, strict=True))
+        kept = dict(zip(map(id, parameters_of(self._optimizer)), self._kept, strict=True))
         return [kept[id(parameter)] for parameter in parameters] if id(parameters[0]) in kept else None
 
     @torch.no_grad()
@@ -63,7 +64,7 @@ class EvalMode:
         """
         if self.is_on:
             return
-        own = self._own
+        own = parameters_of(self._optimizer)
         with memory_for("a copy of the parameters of train mode", MemoryError):
             kept = [parameter.detach().clone() for parameter in own]
         before = self._look_of_state()
@@ -92,7 +93,7 @@ class EvalMode:
         self.is_in_train = True
         if self._kept is None:
             return False
-        self._put(self._own, self._kept)
+        self._put(parameters_of(self._optimizer), self._kept)
         self._kept = None
         return True
 
@@ -100,17 +101,13 @@ class EvalMode:
         """Another state was loaded into the optimizer."""
         self._kept, self.is_in_train = None, False
 
-    @property
-    def _own(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
     def _call(self, mode: Mode) -> None:
         with self._options.finding_own(), users_handlers(), users_modes():
             getattr(self._optimizer, mode)()
 
     def _look_of_state(self) -> list[tuple[int, int, float]]:
         """Tells whether the state is another one. Writes through `.data` are not counted, hence the sums."""
-        tensors = list(_tensors_in(list(self._optimizer.state.values())))
+        tensors = [one for one in tensors_in([*self._optimizer.state.values()]) if type(one) is Tensor]
         sums = [float(tensor.sum(dtype=torch.float64)) if tensor.is_floating_point() else 0.0 for tensor in tensors]
         return [(id(tensor), writes_of(tensor), each) for tensor, each in zip(tensors, sums, strict=True)]
 
@@ -118,11 +115,3 @@ class EvalMode:
     def _put(own: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for parameter, value in zip(own, values, strict=True):
             parameter.copy_(value)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if type(value) is Tensor:
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)

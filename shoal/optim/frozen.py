@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 
 from shoal.averaging.options import described
-from shoal.flat import bytes_of
+from shoal.optim.loads import hash_of
 from shoal.swarm.protocol.tensors import Tensors
 
 SAMPLE_BYTES = 4096
 """How much of each tensor is compared, spread evenly over it. This tells apart copies that were fine-tuned, pruned or
 drawn from other seeds."""
-
-BLOCK_ELEMENTS = 1 << 22  # copied from a device at a time, to be hashed
 
 KIND = "frozen parameters (see the option frozen_parameters)"
 
@@ -43,13 +40,9 @@ def _is_quantized(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def _hash(parameter: Tensor, whole: bool) -> str:
-    elements, hasher = parameter.detach().reshape(-1), blake3()
+    elements = parameter.detach().reshape(-1)
     count = SAMPLE_BYTES // parameter.element_size()
-    if whole or elements.numel() <= count:
-        blocks = torch.split(elements, BLOCK_ELEMENTS)
-    else:
+    if not whole and elements.numel() > count:
         places = torch.arange(count, device=elements.device) * (elements.numel() - 1) // (count - 1)
-        blocks = (elements[places],)
-    for block in blocks:
-        hasher.update(bytes_of(block.cpu()))
-    return hasher.hexdigest(length=8)
+        elements = elements[places]
+    return hash_of([elements]).hex()[:16]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.flat import parameters_of
 from shoal.optim._torch import OpenGradScaler
 
 
@@ -93,10 +94,9 @@ class GradScaler(OpenGradScaler):
         super().update(new_scale)
         # The scale changes while gradients are held if another optimizer has overflowed, or if the user gives a scale.
         for optimizer in self._holding:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(self.get_scale() / before)
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.get_scale() / before)
 
     def admits(self, optimizer: torch.optim.Optimizer) -> bool:
         """For `Optimizer.step`: unscale the gradients, and return whether they may be used. Gradients that accumulate

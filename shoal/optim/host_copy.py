@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.flat import FlatBuffer, Listed, MemoryWatch, names_of_members
+from shoal.flat import FlatBuffer, Listed, MemoryWatch, names_of_members, parameters_of
 from shoal.optim.trainable import SHOWN
 
 
@@ -79,7 +79,7 @@ class HostCopy:
         Raises:
             ValueError: as `check_all`, and as `FlatBuffer.adopt`.
         """
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = parameters_of(optimizer)
         check_all(optimizer, Listed(self.params).named)
         model = [parameter for parameter, copy in self._in_order(own) if copy is not parameter]
         if self._memory is None or list(map(id, model)) != list(map(id, self.model)):
@@ -205,7 +205,7 @@ def check_all(optimizer: torch.optim.Optimizer, given: Sequence[tuple[str, Tenso
         ValueError: if some are missing, with their names; or if there are others.
     """
     check_none_missing(optimizer, given)
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = parameters_of(optimizer)
     if sorted(map(id, own)) != sorted(id(parameter) for _, parameter in given):
         raise ValueError(
             f"the function made a {names_of_members(optimizer)} over other parameters than it was given: make it over "
@@ -220,7 +220,7 @@ def check_none_missing(optimizer: torch.optim.Optimizer, given: Sequence[tuple[s
     Raises:
         ValueError: if some are missing, with their names.
     """
-    found = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = set(map(id, parameters_of(optimizer)))
     missing = [
         repr(name) if name else f"one of shape {tuple(parameter.shape)}"
         for name, parameter in given

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.cluster.whole import local
-from shoal.flat import grad_of
+from shoal.flat import grad_of, parameters_of
 from shoal.flat.allocation import memory_for
 from shoal.optim._torch import foreach_norm, writes_of
 from shoal.optim.closures import Closure, as_returned, call_step, calls_once, takes_closure
@@ -124,7 +124,7 @@ class LossSteps:
         if not takes_closure(made) or calls_once(made):
             call_step(optimizer, lambda: returned)
             return
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
         kept = None
         if not self._is_known:
             what = f"a copy of parameters and state, by which a step of {made.__name__} with a closure can be undone"
@@ -150,7 +150,7 @@ class _Kept:
     def __init__(self, optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:
         self._parameters = [(tensor, tensor.clone()) for tensor in (local(p).detach() for p in trained)]
         self._tensors: list[tuple[Tensor, Tensor]] = []
-        self._seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._seen = set(map(id, parameters_of(optimizer)))
         rows = [list(one) if isinstance(one, list | tuple) else [one] for one in vars(optimizer).values()]
         held = [one for row in rows for one in row if isinstance(one, torch.optim.Optimizer)]
         self._optimizers = [

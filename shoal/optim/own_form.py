@@ -10,12 +10,10 @@ peer's own. If the two differ, the state is refused by name, unless somebody has
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.flat import own_saving_hooks, without_hooks
 from shoal.optim import tree
@@ -40,7 +38,7 @@ def own_form(optimizer: torch.optim.Optimizer) -> Any:
         return pair.of(optimizer)
     if (state_dict := _own_state_dict(optimizer)) is None:
         return None
-    held = {tree.memory_of(tensor) for tensor in tensors_in([*optimizer.state.items(), *optimizer.param_groups])}
+    held = {tree.memory_of(tensor) for tensor in tree.tensors_in([*optimizer.state.items(), *optimizer.param_groups])}
     return _beside(state_dict, optimizer.state, held) or None
 
 
@@ -103,20 +101,7 @@ def _beside(value: Any, state: Any, held: set[Any]) -> Any:
         return None
     if not isinstance(value, Mapping):
         return value
-    if has_torchs_form(value) and all(tree.memory_of(tensor) in held for tensor in tensors_in(value[STATE])):
+    if has_torchs_form(value) and all(tree.memory_of(tensor) in held for tensor in tree.tensors_in(value[STATE])):
         value = {key: item for key, item in value.items() if key not in (STATE, GROUPS)}
     found = {key: _beside(item, state, held) for key, item in value.items()}
     return {key: item for key, item in found.items() if item is not None}
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value of a state dict: a tensor, or containers of them. What is met again is not looked into."""
-    met: set[int] = set()
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, Mapping | list | tuple | set | frozenset | deque) and id(one) not in met:
-            met.add(id(one))
-            left += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.averaging.options import term_of
 from shoal.cluster.cluster import Cluster
 from shoal.compression import Compression, NoCompression, check_for_state
-from shoal.flat import Listed, Together
+from shoal.flat import Listed, Together, parameters_of
 from shoal.optim.closures import needs_closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.host_copy import HostCopy, check_none_missing, is_on_host, names_in
@@ -293,6 +293,18 @@ class Settings:
         """Whether frozen parameters are part of the state, which newcomers download."""
         return self.frozen_parameters == "send"
 
+    def for_averager(self) -> dict[str, Any]:
+        """The options of an averager of gradients, which averages as the optimizer itself would."""
+        names = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "min_group_size": 1,
+            "min_matchmaking_time": self.matchmaking_time,
+            "compression": self.grad_compression,
+            "bandwidth": self.averager_opts.get("bandwidth"),
+            **{name: value for name, value in self.averager_opts.items() if name in PLACE_TIMES},
+        }
+
     def agreed(self) -> dict[str, str]:
         """The options here that must be equal in a run, by name: the number of samples, the modes, the codecs, what a
         round averages, and how many peers it needs. Each peer chooses the other options for itself: every time-out,
@@ -378,22 +390,16 @@ class Stepped(NamedTuple):
     scheduler: LRScheduler | None
     host: HostCopy | None = None
 
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The model's parameters, in the optimizer's order."""
+        return parameters_of(self.optimizer) if self.host is None else self.host.given
 
-def make_trained(
-    optimizer: AnyOptimizer,
-    params: Params | None,
-    scheduler: AnyScheduler | None,
-    *,
-    on_host: bool,
-    in_background: bool = False,
-    in_cluster: bool = False,
-    steps_average: bool = False,
-    frozen: bool = False,
-    calls_closure: bool = False,
-) -> Stepped:
-    """Make the local optimizer and its scheduler.
 
-    Args:
+class Use(NamedTuple):
+    """What a local optimizer is made for.
+
+    Attributes:
         on_host: make a copy of the parameters on the host, and the optimizer over that copy; none if all parameters are
             there and nothing steps `in_background`.
         in_background: the trainer goes on with the model while the optimizer steps, so it needs a copy.
@@ -402,6 +408,18 @@ def make_trained(
         steps_average: the optimizer steps the average of the peers' gradients, and not this peer's own.
         frozen: frozen parameters are part of the state.
         calls_closure: each step of the optimizer gets the user's closure, and may call it.
+    """
+
+    on_host: bool = False
+    in_background: bool = False
+    in_cluster: bool = False
+    steps_average: bool = False
+    frozen: bool = False
+    calls_closure: bool = False
+
+
+def make_trained(optimizer: AnyOptimizer, params: Params | None, scheduler: AnyScheduler | None, use: Use) -> Stepped:
+    """Make the local optimizer and its scheduler.
 
     Raises:
         ValueError: if `optimizer` and `params` do not go together, if the optimizer's step needs a closure or sparse
@@ -409,7 +427,7 @@ def make_trained(
             `scheduler` is not a scheduler of this optimizer. The parameters are where they were then.
     """
     host: HostCopy | None = None
-    if on_host and (isinstance(optimizer, torch.optim.Optimizer) or params is None):
+    if use.on_host and (isinstance(optimizer, torch.optim.Optimizer) or params is None):
         raise ValueError(
             "offload_optimizer=True makes the optimizer over parameters of its own: give optimizer= as a function, "
             "and params="
@@ -417,22 +435,21 @@ def make_trained(
     if params is not None and not isinstance(optimizer, torch.optim.Optimizer):
         listed = Listed(params)
         params = listed.params  # the function may look at them more than once
-        if on_host and (in_background or not is_on_host(listed)):
-            host = HostCopy(params, in_background=in_background, frozen=frozen)
-    made = _make_optimizer(optimizer, params if host is None else host.params, in_cluster)
-    if needs_closure(type(made)) and not calls_closure:
+        if use.on_host and (use.in_background or not is_on_host(listed)):
+            host = HostCopy(params, in_background=use.in_background, frozen=use.frozen)
+    made = _make_optimizer(optimizer, params if host is None else host.params, use.in_cluster)
+    if needs_closure(type(made)) and not use.calls_closure:
         raise ValueError(
             f"optimizer= is a {type(made).__name__}, whose step evaluates the loss again and again (its closure), "
             "and peers average gradients once per step: choose an optimizer whose step needs no closure, or train "
             "without cluster= and with outer=shoal.DiLoCo(…) or use_local_updates=True, where its step gets the "
             "closure itself"
         )
-    own = [parameter for group in made.param_groups for parameter in group["params"]]
     names = names_in(made.param_groups)
-    model = own if host is None else host.given
+    model = parameters_of(made) if host is None else host.given
     check_real(model, names=names)
     check_writable(model, names=names)
-    if steps_average:
+    if use.steps_average:
         check_dense(made, "optimizer=")
     schedule = _make_scheduler(scheduler, made)
     if host is not None:
@@ -445,18 +462,13 @@ def make_outer(
     optimizer: AnyOptimizer,
     params: Params | None,
     scheduler: AnyScheduler | None,
-    *,
-    on_host: bool,
-    in_background: bool = False,
-    in_cluster: bool = False,
+    use: Use,
     pieces: Sequence[Any] | None = None,
-    frozen: bool = False,
-    calls_closure: bool = False,
 ) -> tuple[Stepped, HostCopy, torch.optim.Optimizer]:
     """Make the inner optimizer, the anchor and the outer optimizer.
 
     Args:
-        on_host, in_background, in_cluster, frozen, calls_closure: see `make_trained`, of the inner optimizer.
+        use: what the inner optimizer is made for.
         pieces: parameter groups. If given, the anchor is a copy of these, and not of the model's parameters.
 
     Returns:
@@ -465,19 +477,17 @@ def make_outer(
     Raises:
         ValueError: as `make_trained`, or if `outer.optimizer` makes no optimizer.
     """
-    places = {"on_host": on_host, "in_background": in_background, "in_cluster": in_cluster}
-    kinds = {"frozen": frozen, "calls_closure": calls_closure}
-    made = inner, _, host = make_trained(optimizer, params, scheduler, **places, **kinds)
+    made = inner, _, host = make_trained(optimizer, params, scheduler, use)
     if pieces is not None:
         anchor = HostCopy([{"params": group["params"]} for group in pieces], precise=True, frozen=True)
         return made, anchor, _make_outer(outer, anchor)
-    model = iter([p for group in inner.param_groups for p in group["params"]] if host is None else host.given)
+    model = iter(made.given)
     groups = []
     for group in inner.param_groups:
         tensors = [next(model) for _ in group["params"]]
         names = group.get("param_names")
         groups.append({"params": list(zip(names, tensors, strict=True)) if names else tensors})
-    anchor = HostCopy(groups, precise=True, frozen=frozen, memory=None if host is None else host.memory)
+    anchor = HostCopy(groups, precise=True, frozen=use.frozen, memory=None if host is None else host.memory)
     return made, anchor, _make_outer(outer, anchor)
 
 

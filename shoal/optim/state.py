@@ -20,13 +20,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
+from shoal.averaging.options import term_of
 from shoal.compression import Compression, NoCompression, TensorRole, plan_codecs
-from shoal.flat import (
-    FlatBuffer,
-    Layout,
-    names_of_members,
-    pick_kernels,
-)
+from shoal.flat import FlatBuffer, Layout, names_of_members, parameters_of, pick_kernels
 from shoal.flat.allocation import memory_for
 from shoal.optim import tree
 from shoal.optim.as_saved import load_as_saved
@@ -44,7 +40,7 @@ from shoal.optim.contents import (
 )
 from shoal.optim.division import Division, Undivided, name_of
 from shoal.optim.eval_mode import EvalMode, Mode
-from shoal.optim.group_options import GroupOptions, check_options
+from shoal.optim.group_options import GroupOptions, check_options, structure
 from shoal.optim.host_copy import names_in
 from shoal.optim.kept import Keeper, Kept
 from shoal.optim.loads import hash_of
@@ -474,14 +470,7 @@ class TrainingState:
             if held.keys() & values.keys() or any(id(value) in are_statistics for value in values.values()):
                 raise ValueError(f"the state of parameter {index} has a statistic twice")
             held.update(values)
-        if (self.scheduler is None) != (scalars.scheduler is None):
-            raise ValueError("the state has a scheduler and this peer has none, or the other way round")
-        scheduled: dict[str, Any] = {}
-        if self.scheduler is not None and scalars.scheduler is not None:
-            scheduled = dict(self.scheduler.state_dict())
-            if unknown := set(scalars.scheduler) - set(scheduled):
-                raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
-            scheduled |= {key: restored(value, scheduled[key], key) for key, value in scalars.scheduler.items()}
+        scheduled = with_scheduler_state(self.scheduler, scalars.scheduler, "the state")
         return _Checked([*pairs, *statistics], part, others, scheduled)
 
     def _others_of(self, given: PartState, statistics: Sequence[Tensor]) -> Others:
@@ -618,7 +607,7 @@ class State(TrainingState):
         self._steps = LossSteps(optimizer, of_epochs=not settings.use_local_updates)
         self.line = Line()
         self.options = GroupOptions(optimizer, scheduler, host)
-        given = parameters_of(optimizer) if host is None else host.given
+        given = stepped.given
         if not any(parameter.requires_grad for parameter in given):
             raise ValueError("no parameter of the optimizer has requires_grad=True: there is nothing to train")
         pinned, frozen = host is not None and host.pinned, settings.sends_frozen or division.always_sends_frozen
@@ -694,6 +683,14 @@ class State(TrainingState):
     def described_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of `described`, whose structure peers compare."""
         return self.division.described_groups(self.optimizer.param_groups)
+
+    def agreed(self) -> dict[str, str]:
+        """What must be equal in a run, by name: `Settings.agreed`, and what the user's optimizer and scheduler are."""
+        return self._settings.agreed() | {
+            "optimizer": term_of(names_of_members(self.wrapped)),
+            "scheduler": type(self.users_scheduler).__name__,
+            "param_groups": term_of(structure(self.described_groups)),
+        }
 
     @property
     def max_nbytes(self) -> int:
@@ -1139,11 +1136,6 @@ class State(TrainingState):
         self.tip = tip
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def names_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[str]:
     """The names that users gave to these parameters of an optimizer; [] if they gave none."""
     names = names_in(optimizer.param_groups)
@@ -1248,6 +1240,27 @@ def scheduler_state(scheduler: LRScheduler | None) -> dict[str, Any] | None:
     if scheduler is None:
         return None
     return {key: plain(value) for key, value in scheduler.state_dict().items() if is_plain(value)}
+
+
+def with_scheduler_state(scheduler: LRScheduler | None, given: dict[str, Any] | None, where: str) -> dict[str, Any]:
+    """The state that a scheduler should load, after `scheduler_state` of another one; {} without schedulers.
+
+    Args:
+        scheduler: the scheduler, or None.
+        given: that state.
+        where: what that state is in, for errors.
+
+    Raises:
+        ValueError: if only one of the two is there, or if the state does not fit.
+    """
+    if (scheduler is None) != (given is None):
+        raise ValueError(f"{where} has a scheduler and this peer has none, or the other way round")
+    if scheduler is None or given is None:
+        return {}
+    state = dict(scheduler.state_dict())
+    if unknown := set(given) - set(state):
+        raise ValueError(f"this peer's scheduler has no {', '.join(sorted(unknown))}")
+    return state | {key: restored(value, state[key], key) for key, value in given.items()}
 
 
 _scalars = msgspec.msgpack.Decoder(Scalars)

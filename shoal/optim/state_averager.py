@@ -16,12 +16,12 @@ from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Gathered, StepControl
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.dht.dht import DHT
-from shoal.flat import Places, members_of, needs_sparse_gradients, neutral, users_modes
+from shoal.flat import Places, members_of, needs_sparse_gradients, neutral, parameters_of, users_modes
 from shoal.interrupts import finished, holding, result_of, users_handlers
 from shoal.optim._torch import foreach_copy_
 from shoal.optim.accumulator import in_grad
 from shoal.optim.placement import check_places
-from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, make_trained
+from shoal.optim.settings import NAMES, AnyOptimizer, AnyScheduler, Params, Use, make_trained
 from shoal.optim.state import TrainingState, for_newcomer, put_average
 from shoal.optim.trainable import check_real, check_writable
 from shoal.swarm.protocol.errors import AveragingError
@@ -121,9 +121,8 @@ class TrainingStateAverager(DecentralizedAverager):
         self.opt_keys_for_averaging, self.extra_tensors = tuple(names), list(extra_tensors)
         check_real(self.extra_tensors, "extra tensor")
         check_writable(self.extra_tensors, "extra tensor")
-        self.optimizer, self.scheduler, host = make_trained(
-            optimizer, params, scheduler, on_host=offload_optimizer, in_background=True
-        )
+        use = Use(on_host=offload_optimizer, in_background=True)
+        self.optimizer, self.scheduler, host = make_trained(optimizer, params, scheduler, use)
         if initialize_optimizer or (initialize_optimizer is None and not any(self.optimizer.state.values())):
             _initialize_state(self.optimizer)
         self._state = TrainingState(self.optimizer, self.scheduler, self.extra_tensors, flat=False)
@@ -543,7 +542,7 @@ class StateUpdate:
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer create its statistics, by a step with gradients of zero. Afterwards, parameters and step
     counts are what they were."""
-    members = [(m, p) for m in members_of(optimizer) for group in m.param_groups for p in group["params"]]
+    members = [(m, p) for m in members_of(optimizer) for p in parameters_of(m)]
     parameters = [parameter for _, parameter in members]
     values = [parameter.detach().clone() for parameter in parameters]
     step: Callable[[], Any] = optimizer.step

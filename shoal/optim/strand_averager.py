@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import Hold, StepControl
@@ -12,7 +11,7 @@ from shoal.averaging.exchange import Infos, Vector
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import FlatBuffer, Layout
-from shoal.optim.settings import PLACE_TIMES, Settings
+from shoal.optim.settings import Settings
 from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Rejected
@@ -52,20 +51,13 @@ class StrandAverager(DecentralizedAverager):
         self, vector: Vector, strand: int, of: int, fragment: int, tip: Callable[[], Tip], settings: Settings, dht: DHT
     ) -> None:
         self._given, self._agreed, self._tip = vector, settings.agreed(), tip
-        same = ("allreduce_timeout", "next_chunk_timeout", "shutdown_timeout", "client_mode")
-        options: dict[str, Any] = {name: getattr(settings, name) for name in same}
-        options |= {name: value for name, value in settings.averager_opts.items() if name in PLACE_TIMES}
         super().__init__(
             vector.inputs.views(),
             dht,
             start=False,
             prefix=f"{settings.run_id}/strand/{strand}.{of}" + (f"/{fragment}" if fragment else ""),
-            min_group_size=1,
-            min_matchmaking_time=settings.matchmaking_time,
-            compression=settings.grad_compression,
-            bandwidth=settings.averager_opts.get("bandwidth"),
             allow_state_sharing=False,
-            **options,
+            **settings.for_averager(),
         )
         self.in_step, self._patience = True, settings.matchmaking_time
         self._place = replace(self._place, keeps_state=True)  # a member that misses a round fetches its result

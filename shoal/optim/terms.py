@@ -8,12 +8,11 @@ import torch
 from blake3 import blake3
 
 from shoal.averaging.exchange import encoded_bytes
-from shoal.averaging.options import described, term_of
+from shoal.averaging.options import described
 from shoal.compression import TensorRole, plan_codecs
 from shoal.dht.dht import DHT
-from shoal.flat import Layout, names_of_members
+from shoal.flat import Layout
 from shoal.optim.frozen import described_frozen
-from shoal.optim.group_options import structure
 from shoal.optim.machine import EXACT
 from shoal.optim.rounds import Rounds
 from shoal.optim.run import Run
@@ -32,14 +31,7 @@ def make_run(settings: Settings, dht: DHT, state: State, rounds: Rounds) -> Run:
     work, extras, given = rounds.work, state.extra_tensors, settings.averager_opts
     of_state = Layout.of(state.described) if state.is_divided else state.shared.layout
     schemas = [of_state.schema_hash, Layout.of(extras).schema_hash]
-    agreed = settings.agreed() | {
-        "optimizer": term_of(names_of_members(state.wrapped)),
-        "scheduler": type(state.users_scheduler).__name__,
-        "param_groups": term_of(structure(state.described_groups)),
-        "strands": "1",
-        **work.terms(),
-        **rounds.terms(),
-    }
+    agreed = state.agreed() | {"strands": "1"} | work.terms() | rounds.terms()
     if state.is_divided:
         agreed["strands' machine"] = name_of_machine(rounds, state.optimizer)
     compared: list[Tensors] = []

@@ -103,7 +103,7 @@ class Transfers:
             tip, asked = (lambda: state.tip), self._pilot.run.swarm.keep_redo_log
             self._donors.serve(state.division.mine, self._copy_of_state, tip, offer, allow, asked)
             return
-        terms = terms_of(state, self._settings)
+        terms = terms_of(state)
         of_first = self._team.decided(TERMS, lambda _: terms)
         self._team.refuse(UNLIKE, unlike(terms, of_first))
         offer = lambda: Offer(line=state.line.to_wire())  # noqa: E731

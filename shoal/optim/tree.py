@@ -373,7 +373,8 @@ def kinds_of(made: object) -> list[type]:
 def copy_of(value: Any) -> Any:
     """A deep copy of a value. Some of the classes of tensors that are taken apart can't be cloned, so these are copied
     part by part."""
-    return copy.deepcopy(value, {id(tensor): _copy_of_parts(tensor) for tensor in _wrapped_in(value)})
+    wrapped = [tensor for tensor in tensors_in(value) if is_taken_apart(type(tensor))]
+    return copy.deepcopy(value, {id(tensor): _copy_of_parts(tensor) for tensor in wrapped})
 
 
 def _copy_of_parts(tensor: Any) -> Any:
@@ -381,13 +382,17 @@ def _copy_of_parts(tensor: Any) -> Any:
     return type(tensor).__tensor_unflatten__(copy_of(parts), rest, tensor.shape, tensor.stride())
 
 
-def _wrapped_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if is_taken_apart(type(value)):
-            yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _wrapped_in(item)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: a tensor, or containers of them. What is met again is not looked into."""
+    met: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, Mapping | list | tuple | set | frozenset | deque) and id(one) not in met:
+            met.add(id(one))
+            left += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one
 
 
 def _parts_of(tensor: Any) -> tuple[Any, ...]:

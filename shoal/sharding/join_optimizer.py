@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.flat import parameters_of
 from shoal.sharding.option_numbers import numbers_of, take_numbers
 
 
@@ -33,7 +34,7 @@ class Companion:
         leader = first_of(live, self._group, self._device)
         if leader is None:
             return
-        params: list[Tensor] = [param for group in self._optimizer.param_groups for param in group["params"]]
+        params = parameters_of(self._optimizer)
         given = torch.tensor([param.grad is not None for param in params], dtype=torch.float64, device=self._device)
         self._broadcast(given, leader)
         self._take_options(leader, take=not live)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
         "outer=": (Net(), {"outer": shoal.DiLoCo(), "scheduler": None}),
         "keeps exp_avg": (Net(), {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}),
         "strand 2 is not in the state": (Net(), {}),
+        "last_epoch is 'late'": (Net(), {}),
     }
     trained = made(alone, model := Net())
     train(model, trained, 1)
@@ -149,6 +151,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
             own |= {name: value for name, value in common.items() if name.startswith("cut")}
         elif said.startswith("strand 2"):
             del own["strand 2"]
+        elif said.startswith("last_epoch"):
+            key = next(name for name in own if name.startswith("cut"))
+            shared = msgspec.msgpack.decode(own[key])
+            own[key] = msgspec.msgpack.encode(shared | {"scheduler": {"last_epoch": "late"}})
         before = everything(other), values(net), other.tip
         with pytest.raises(ValueError, match=said):
             other.strand_state().load_state_dict(own)
