@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 class DoesNotFit(AveragingError):
     """The run does not wait for as long as this peer needs to load the state, and an epoch is shorter than that."""
 
+    again: float
+
     def __init__(self, text: str, again: float) -> None:
         super().__init__(text)
         self.again = again
