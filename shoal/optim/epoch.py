@@ -169,7 +169,7 @@ class Rounded(msgspec.Struct, array_like=True, frozen=True):
 
 ADVANCE = Question("batch", NoneType, Advance, may_wait=True)
 COUNT = Question("count", NoneType, Next)
-UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None)
+UNUSED = Question[None, Ended | None]("unused round", NoneType, Ended | None, may_wait=True)
 MAY_ENTER = Question("may enter rounds", NoneType, bool)
 MAY_END = Question("may end", NoneType, bool)
 AT_START = Question("at the start", NoneType, bool, may_wait=True)
@@ -343,6 +343,14 @@ class Epoch:
 
     def _count(self) -> Next:
         """At rank 0: report what this peer has accumulated. Returns what follows."""
+        if self.state is not EpochState.ACCUMULATING and not self._counts_on():
+            return Next.GO_ON
+        work = self._work
+        return self._pilot.count(self._state.tip, work.progress, work.samples, has_its_part=work.has_its_part)
+
+    def _counts_on(self) -> bool:
+        """Whether this peer counts for an epoch while the end of another one is under way, has failed or is not applied
+        yet."""
         if self.state is EpochState.FAILED:
             self.take_over()  # the user may have written since
             self._name_state()
@@ -350,15 +358,12 @@ class Epoch:
         if self.is_busy and self._work.result_may_wait and self._work.result_is_due:
             self.take_result(wait=True)
             if self._has_failed:
-                return Next.GO_ON  # the next step tries again
+                return False  # the next step tries again
         if self.state is EpochState.AVERAGING and not self._knows_next_tip():
             if not self._has_its_part:
-                return Next.GO_ON  # it accumulates for an epoch whose tip is not known yet
+                return False  # it accumulates for an epoch whose tip is not known yet
             self.take_result(wait=True)  # it has its part of that epoch, too: it may be one epoch late at most
-            if self._has_failed:
-                return Next.GO_ON  # the next step tries again
-        work = self._work
-        return self._pilot.count(self._state.tip, work.progress, work.samples, has_its_part=work.has_its_part)
+        return not self._has_failed
 
     @property
     def _has_failed(self) -> bool:

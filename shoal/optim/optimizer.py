@@ -629,7 +629,7 @@ class Optimizer(ShowsGroups):
             self._epoch.take_over()
             self._begun = True
         if work.shares_state:
-            state.options.look(self.local_epoch)
+            state.options.look(self._epoch.applied.epoch)
         calls_it = work.steps_at_once and batch.samples
         if self._needs_closure and closure is None and calls_it:
             raise ValueError(f"the step of a {type(self.optimizer).__name__} calls its closure: call step(closure)")

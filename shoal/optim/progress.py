@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import statistics
 import threading
 import time
 from collections import deque
@@ -192,7 +191,10 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """The predicted time of another step like the last one; 0 before the first."""
-        return statistics.median(self._recent) * self.samples if self._recent else 0.0
+        if not self._recent:
+            return 0.0
+        recent = sorted(self._recent)  # `statistics.median` would take 1 µs of each step
+        return (recent[(len(recent) - 1) // 2] + recent[len(recent) // 2]) / 2 * self.samples
 
 
 @dataclass(frozen=True, slots=True)

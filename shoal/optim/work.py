@@ -128,7 +128,8 @@ class Work(ABC):
     @property
     def has_its_part(self) -> bool:
         """Whether inner steps are counted and this rank has made its own of this epoch."""
-        return self.steps_per_epoch is not None and self.progress >= self.steps_per_epoch
+        of_epoch = self.steps_per_epoch
+        return of_epoch is not None and self.progress >= of_epoch
 
     def add(self, batch: Batch) -> bool:
         """Use the parameters' `.grad`.
