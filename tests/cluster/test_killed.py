@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.clusters import clusters
 from tests.cluster.test_strands_in_runs import longest_wait
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.alone
 
@@ -27,7 +28,7 @@ PHASES = {  # by the number of strands: a phase, and the rank that is killed in 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strands", [1, 4])
+@pytest.mark.parametrize("strands", [pytest.param(1, marks=only_in_soak), 4])
 def test_its_cluster_ends_and_the_others_have_one_step_for_each_epoch(tmp_path: Path, strands: int) -> None:
     """One cluster after the other loses a rank."""
     options: dict[str, Any] = {"optimizer": "adamw", "epochs": 4000, "waits": False, "pause": 0.1, "strands": strands}

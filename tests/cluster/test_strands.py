@@ -15,7 +15,7 @@ from tests.forked import ForkedProcess
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_hold_and_carry_the_same_numbers(size: int, tmp_path: Path) -> None:
     logs = [tmp_path / f"log {rank}" for rank in range(size)]
     ranks = [

@@ -110,8 +110,14 @@ def scalar_model(delay: int, mix: float, steps: int) -> list[list[float]]:
     return history
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("delay", "mix"),
+    [
+        (0, 0.0),
+        (1, 0.5),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 0.5), (0, 1.0), (1, 0.0), (1, 1.0))),
+    ],
+)
 def test_two_peers_have_the_numbers_of_torchft(delay: int, mix: float) -> None:
     """The setting of torchft's DiLoCoMockedUpdateTest: 7 synchronisations, 84 values, all exact in binary."""
     diloco = {
@@ -145,7 +151,7 @@ def oracle(peers: int, rounds: int, inner_steps: int) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in anchor.parameters()])
 
 
-@pytest.mark.parametrize("capability", ["", "default"])
+@pytest.mark.parametrize("capability", ["", pytest.param("default", marks=pytest.mark.long)])
 def test_anchors_are_equal_at_all_and_those_of_torch(capability: str) -> None:
     own = [{}, {"environment": {"ATEN_CPU_CAPABILITY": capability}} if capability else {}]
     options = {"diloco": {"inner_steps": 8}, "arguments": PATIENT}
@@ -166,13 +172,13 @@ def test_a_newcomer_has_the_anchor_and_the_momentum_of_the_others_and_no_drift()
     options = {"diloco": {"inner_steps": 8}, "arguments": PATIENT, "pause": 0.06}
     with swarm(2, options) as peers:
         for peer in peers:
-            peer.tell(do="train", epochs=25)
+            peer.tell(do="train", epochs=18)
         addresses = peers[0].seen[0]["addresses"]
         peers[0].hear("epoch")
         newcomer = Peer({"initial_peers": addresses, "seed": 7, **options})
         try:
             newcomer.hear()
-            newcomer.tell(do="train", epochs=25)
+            newcomer.tell(do="train", epochs=18)
             download = newcomer.hear("download")
             assert download["drift"] == 0.0
             assert download["steps"] == 0

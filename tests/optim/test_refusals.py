@@ -6,6 +6,8 @@ import time
 from statistics import median
 from typing import Any
 
+import pytest
+
 from tests.optim.processes import Peers, Pool, by_epoch, events, gaps, training, wait_until
 
 
@@ -18,18 +20,35 @@ def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:
     return str(answer["error"])
 
 
-def test_a_peer_with_other_options_is_refused_by_name(pool: Pool) -> None:
+SOME = {
+    "target_batch_size is 128 here, and 64 there": {"target": 128},
+    "optimizer is AdamW here, and SGD there": {"optimizer": "adamw"},
+    "parameters[0] is float32[21, 10] here, and float32[20, 10] there": {"width": 21},
+}
+MORE = {
+    "min_peers is 2 here, and 1 there": {"min_peers": 2},
+    "grad_compression is float16 here, and none there": {"codec": "float16"},
+    "scheduler is MultiStepLR here": {"scheduler": "steps"},
+}
+
+
+@pytest.mark.parametrize(
+    ("others", "logged"),
+    [
+        pytest.param(SOME, "target_batch_size is 64 here, and 128 there", id="some"),
+        pytest.param(MORE, "min_peers is 1 here, and 2 there", id="more", marks=pytest.mark.long),
+    ],
+)
+def test_a_peer_with_other_options_is_refused_by_name(
+    pool: Pool, others: dict[str, dict[str, Any]], logged: str
+) -> None:
     with training(pool, 3) as peers:
         for peer in peers.all:
             peer.ask(do="train", batch=8, pause=0.02)
         wait_until(lambda: len(events(peers.all[0])) >= 5)
         before = time.monotonic()
-        assert "target_batch_size is 128 here, and 64 there" in refusal(pool, peers, {"target": 128})
-        assert "grad_compression is float16 here, and none there" in refusal(pool, peers, {"codec": "float16"})
-        assert "optimizer is AdamW here, and SGD there" in refusal(pool, peers, {"optimizer": "adamw"})
-        assert "scheduler is MultiStepLR here" in refusal(pool, peers, {"scheduler": "steps"})
-        assert "min_peers is 2 here, and 1 there" in refusal(pool, peers, {"min_peers": 2})
-        assert "parameters[0] is float32[21, 10] here, and float32[20, 10] there" in refusal(pool, peers, {"width": 21})
+        for told, run in others.items():
+            assert told in refusal(pool, peers, run)
         last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
         for peer in peers.all:
             peer.tell(do="stop", epoch=last)
@@ -45,7 +64,7 @@ def test_a_peer_with_other_options_is_refused_by_name(pool: Pool) -> None:
         disturbed = [gap for end, gap in gaps(history) if end > before]
         assert max(disturbed) < 3 * healthy + 9.0, (healthy, disturbed)
     # The others know whom they refused and why, too.
-    assert any("target_batch_size is 64 here, and 128 there" in line for report in reports for line in report["log"])
+    assert any(logged in line for report in reports for line in report["log"])
 
 
 def test_gradients_that_are_not_finite_stay_out(pool: Pool) -> None:
