@@ -12,10 +12,11 @@ from torch import nn
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.strands import Strands
 from tests.forked import ForkedProcess
+from tests.soaked import only_in_soak
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=[pytest.mark.long, only_in_soak])])
 def test_ranks_hold_and_carry_the_same_numbers(size: int, tmp_path: Path) -> None:
     logs = [tmp_path / f"log {rank}" for rank in range(size)]
     ranks = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from shoal.compression import (
 from shoal.optim.accumulator import EpochGradients
 from tests.optim.models import flat, make_model, train_alone
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.soaked import only_in_soak
 
 BY_SIZE = SizeAdaptiveCompression(100, Float16Compression(), Uniform8BitQuantization())
 """Of the model's six tensors two are large."""
@@ -32,9 +35,12 @@ LOSSY: list[Compression] = [
     Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(), Quantile8BitQuantization(),
     BlockwiseQuantization(), BY_SIZE, BY_ROLE, BY_TENSOR,
 ]  # fmt: skip
-ALL_BUT_ONE_LONG = [
-    pytest.param(each, marks=[] if isinstance(each, Uniform8BitQuantization) else [pytest.mark.long]) for each in LOSSY
-]
+MARKS: dict[type[Compression], list[Any]] = {
+    Uniform8BitQuantization: [],
+    BlockwiseQuantization: [pytest.mark.long],
+    PerTensorCompression: [pytest.mark.long],
+}
+ALL_BUT_ONE_LONG = [pytest.param(each, marks=MARKS.get(type(each), [pytest.mark.long, only_in_soak])) for each in LOSSY]
 EPOCHS = 4
 SHARES = [(0, 8), (8, 40), (40, 64)]
 

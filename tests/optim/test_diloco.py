@@ -20,6 +20,7 @@ import torch
 
 from tests.optim import outer_worker as worker
 from tests.peers import ROOT
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.alone
 PATIENT = {"matchmaking_time": 10.0}
@@ -115,7 +116,10 @@ def scalar_model(delay: int, mix: float, steps: int) -> list[list[float]]:
     [
         (0, 0.0),
         (1, 0.5),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, 0.5), (0, 1.0), (1, 0.0), (1, 1.0))),
+        pytest.param(0, 0.5, marks=only_in_soak),
+        pytest.param(0, 1.0, marks=only_in_soak),
+        pytest.param(1, 0.0, marks=only_in_soak),
+        pytest.param(1, 1.0, marks=only_in_soak),
     ],
 )
 def test_two_peers_have_the_numbers_of_torchft(delay: int, mix: float) -> None:

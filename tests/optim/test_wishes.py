@@ -14,6 +14,7 @@ import torch
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training
+from tests.soaked import only_in_soak
 
 Alone = Callable[..., shoal.Optimizer]
 SHARES = [(0, 8), (8, 40), (40, 64)]
@@ -85,8 +86,15 @@ def test_no_epoch_ends_before_enough_peers_are_there(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["GradientAverager", "PowerSGDGradientAverager"])
-@pytest.mark.parametrize("option", [{}, {"delay_grad_averaging": True}])
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("GradientAverager", {"delay_grad_averaging": True}),
+        ("PowerSGDGradientAverager", {}),
+        pytest.param("GradientAverager", {}, marks=only_in_soak),
+        pytest.param("PowerSGDGradientAverager", {"delay_grad_averaging": True}, marks=only_in_soak),
+    ],
+)
 def test_an_averager_of_ones_own(pool: Pool, kind: str, option: dict[str, Any]) -> None:
     with training(pool, 3, optimizer="sgd", own_averager=kind, **option) as peers:
         for peer, share in zip(peers.all, SHARES, strict=True):
