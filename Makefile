@@ -107,9 +107,10 @@ TREE_INPUTS := 1000000
 CHAOS_MINUTES := 10
 CHAOS_SEED := 1
 SOAK_TESTS := tests/averaging/test_kill.py tests/averaging/test_restart.py tests/averaging/test_compressed_kill.py \
-	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed diloco draws_of_delays failures held_python interrupts restarted_node target \
-	written_in_any_order)) tests/p2p/test_lost_process.py tests/integrations/test_ranks.py \
-	tests/integrations/test_last_round.py tests/monitor/test_web.py tests/cluster/test_team_delays.py
+	$(addprefix tests/optim/test_,$(addsuffix .py,averagers_killed checkpoint compression diloco draws_of_delays failures \
+	held_python interrupts killed refusals restarted_node statistics target wishes written_in_any_order)) \
+	$(addprefix tests/integrations/test_,$(addsuffix .py,ends last_round ranks restart)) tests/p2p/test_lost_process.py \
+	tests/monitor/test_web.py $(addprefix tests/cluster/test_,$(addsuffix .py,killed strands team_delays))
 soak: $(VENV)/.installed-dev
 	for time in $$(seq $(TIMES)); do \
 		$(VENV)/bin/shoal demo && SHOAL_KILLS=20 $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \

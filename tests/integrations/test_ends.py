@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.integrations.tiny import language_model
 from tests.integrations.training import TOGETHER, by_epoch, training
+from tests.soaked import only_in_soak
 
 pytestmark = pytest.mark.alone
 
@@ -36,7 +37,7 @@ def test_peers_stop_early_together_with_the_best_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("framework", ["transformers", "accelerate"])
+@pytest.mark.parametrize("framework", [pytest.param("transformers", marks=only_in_soak), "accelerate"])
 def test_a_peer_that_always_overflows_follows_the_run(framework: str, tmp_path: Path) -> None:
     own = [{"folder": str(tmp_path / "a"), "poison": "all", "scaler": True}, {"folder": str(tmp_path / "b")}]
     with training(*own, framework=framework, steps=20, run=TOGETHER, pause=0.005) as one:

@@ -37,7 +37,7 @@ def rates(framework: str, first: int, last: int, steps: int) -> list[float]:
         ("accelerate", 8),
         pytest.param("transformers", 8, marks=[pytest.mark.long, only_in_soak]),
         pytest.param("lightning", 8, marks=pytest.mark.long),
-        pytest.param("lightning", 1, marks=pytest.mark.long),
+        pytest.param("lightning", 1, marks=[pytest.mark.long, only_in_soak]),
     ],
 )
 def test_two_ranks_and_a_process_train_one_model(framework: str, strands: int, tmp_path: Path) -> None:

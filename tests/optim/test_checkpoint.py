@@ -16,6 +16,7 @@ from torch import nn
 import shoal
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model
 from tests.optim.processes import Peers, Pool, events, training
+from tests.soaked import only_in_soak
 
 Alone = Callable[..., shoal.Optimizer]
 
@@ -125,7 +126,7 @@ def test_what_another_averager_of_gradients_kept_is_refused(alone: Alone) -> Non
     "option",
     [
         {},
-        pytest.param({"offload_optimizer": True}, marks=pytest.mark.long),
+        pytest.param({"offload_optimizer": True}, marks=only_in_soak),
         pytest.param({"delay_grad_averaging": True}, marks=pytest.mark.long),
         pytest.param({"use_local_updates": True}, marks=pytest.mark.long),
         pytest.param({"own_averager": "PowerSGDGradientAverager"}, marks=pytest.mark.long),

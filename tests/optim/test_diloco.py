@@ -155,7 +155,7 @@ def oracle(peers: int, rounds: int, inner_steps: int) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in anchor.parameters()])
 
 
-@pytest.mark.parametrize("capability", ["", pytest.param("default", marks=pytest.mark.long)])
+@pytest.mark.parametrize("capability", ["", pytest.param("default", marks=only_in_soak)])
 def test_anchors_are_equal_at_all_and_those_of_torch(capability: str) -> None:
     own = [{}, {"environment": {"ATEN_CPU_CAPABILITY": capability}} if capability else {}]
     options = {"diloco": {"inner_steps": 8}, "arguments": PATIENT}

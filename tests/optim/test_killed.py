@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+from tests.soaked import only_in_soak
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -20,7 +21,9 @@ MOST_SECONDS = 9.0  # more than usual, from one epoch to the next
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=[only_in_soak] if each == "plain" else []) for each in MODES]
+)
 def test_peers_that_are_killed_in_each_phase(pool: Pool, mode: str) -> None:
     with training(pool, 2 + len(PHASES), optimizer="adamw", **MODES[mode]) as peers:
         for peer in peers.all:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.optim.processes import Peers, Pool, by_epoch, events, gaps, training, wait_until
+from tests.soaked import only_in_soak
 
 
 def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:
@@ -36,7 +37,7 @@ MORE = {
     ("others", "logged"),
     [
         pytest.param(SOME, "target_batch_size is 64 here, and 128 there", id="some"),
-        pytest.param(MORE, "min_peers is 1 here, and 2 there", id="more", marks=pytest.mark.long),
+        pytest.param(MORE, "min_peers is 1 here, and 2 there", id="more", marks=only_in_soak),
     ],
 )
 def test_a_peer_with_other_options_is_refused_by_name(
