@@ -47,7 +47,7 @@ class Shards:
         self._alike: Sequence[Tensor] = ()  # of the model; all ranks have gradients of the same ones
 
     def gather_for_step(self) -> None:
-        """Set the gradients of what is stepped to those of the model."""
+        """Copy the gradients of the model to what is stepped."""
 
     def gather_parameters(self) -> None:
         """Set what is stepped to the values of the model, which the user may have loaded."""
@@ -73,8 +73,8 @@ class Shards:
             tensor.copy_(sent)
 
     def clear(self, set_to_none: bool) -> None:
-        """Clear the gradients of the model's parameters, and of what is stepped in their place. A process alone has
-        none here: its optimizer clears those of its own parameters."""
+        """Clear the gradients of the model's parameters, and of what is stepped in their place. For a process alone,
+        its optimizer clears them, and this does nothing."""
         for stepped in self._apart:
             stepped.grad = None
         for parameter in self.model:
@@ -91,7 +91,7 @@ class Shards:
         return bytes([parameter.grad is not None for parameter in self._alike])
 
     def digest(self) -> bytes:
-        """The hash of all gradients that must be equal at all ranks: those of unsharded parameters."""
+        """The hash of the gradients of unsharded parameters, which must be equal at all ranks."""
         hasher = blake3()
         for parameter in self.model:
             if not isinstance(parameter, DTensor) and parameter.grad is not None:

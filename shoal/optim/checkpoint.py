@@ -335,7 +335,7 @@ class StrandCheckpoint(Checkpoint):
 
     @property
     def _extras(self) -> list[Tensor]:
-        """The extra tensors that this rank saves: those of the first part of the state."""
+        """The extra tensors that this rank saves. They belong to the first part of the state."""
         return [tensor for part in self._state.parts for tensor in part.extras]
 
     @property
@@ -391,7 +391,7 @@ class StrandCheckpoint(Checkpoint):
                 mine = part.parameters[number]
                 for name, value in held.items():
                     if is_of_parameter(name, value, mine) and value.shape != mine.shape:
-                        raise ValueError(f"strand {strand} has a {name} of another shape than the piece that it is of")
+                        raise ValueError(f"strand {strand} has {name!r} of another shape than its piece")
 
     def _check_inner(self, given: StateDict, inner: Rest | None) -> None:
         if inner is not None:

@@ -327,7 +327,9 @@ class Optimizer(ShowsGroups):
         self.tracker: RunProgress
         self._ready = self._closed = self._begun = self._begins = False
         self._acts = False  # whether rank 0 acts for all, while the others wait for what it comes to
-        self._raised: Exception | None = None  # what `on_event` has raised in a call of ranks that all act
+        self._raised: Exception | None = (
+            None  # what `on_event` has raised where all ranks act, until they have the model
+        )
         self._metrics: MetricsServer | None = None
         self.metrics_port: int | None = None
         self._trainer = threading.RLock()  # held by the thread that is in a method for the trainer
@@ -456,7 +458,6 @@ class Optimizer(ShowsGroups):
         with self._team.call(call):
             if self._closed or self._cluster is None:
                 return self._ranks.act(act)
-            self._raised = None
             self._ranks.reach()
             if collect is not None:
                 self._ranks.gather(collect)
@@ -484,8 +485,9 @@ class Optimizer(ShowsGroups):
         if self._cluster is None:
             return value
         value = self._ranks.tell(lambda: self._epoch.applied, self.param_groups, moves=moves, value=value)
-        if self._raised is not None:
-            raise self._raised
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
         return value
 
     # -- training
@@ -592,10 +594,9 @@ class Optimizer(ShowsGroups):
         """A step of all ranks. Each evaluates its closure before it waits for the others, whose closures take as
         long."""
         ranks, given = self._ranks, None if closure is None else Closure(closure)
-        if self._acts:  # in a callback of the user, in an outer call that tells the others
-            return self._step(Batch(samples_of(batch_size, grad_scaler), closure=given))
+        if self._acts and batch_size == 0 and given is None:  # in a callback, in an outer call that tells the others
+            return self._step(Batch.of_ranks(0, None))
         with self._team.call("step"):
-            self._raised = None
             self._team.at_first(self._look)
             if self._shown is not None and not ranks.have_state:
                 self._shown.check()  # where there is a state, `Work.add` does

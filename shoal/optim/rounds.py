@@ -320,21 +320,25 @@ class StrandRounds(Rounds):
         self._schema = schema
         self._turns, self._carriers = turns, carriers
         self._averagers = [strand.averager for turn in turns for strand in turn]
+        self._has_entered = False  # whether all of them are in their runs
         self._controls: list[StepControl | None] | None = None  # of rounds whose average is not used yet
         self._in_round: Sequence[Strand] = ()
         self._began = Cost()  # the node's counters when the rounds began
 
     def enter(self, called: Callable[[], bool]) -> None:
         """See `Rounds`. If the others' rounds have begun, this rank gets their results."""
-        if self._averagers[0].is_alive():  # they come and go together
+        if self._has_entered:
             return
         for averager in self._averagers:
-            averager.run_in_background(await_ready=False)
+            if not averager.is_alive():
+                averager.run_in_background(await_ready=False)
         for averager in self._averagers:
             averager.wait_until_ready()
+        self._has_entered = True
 
     def leave(self) -> None:
         """See `Rounds`."""
+        self._has_entered = False
         for averager in self._averagers:
             averager.shutdown()  # which ends its round
         self._controls = None

@@ -115,6 +115,16 @@ def wait_until(condition: Callable[[], bool], timeout: float = 150.0) -> None:
         time.sleep(0.02)
 
 
+def five_more(peers: list[PeerProcess]) -> tuple[list[Any], list[list[dict[str, Any]]]]:
+    """Let them train for five epochs, and stop them at the same one. Returns what each ends with, and its events."""
+    seen = len(events(peers[0]))
+    wait_until(lambda: len(events(peers[0])) >= seen + 5)
+    last = max(event["epoch"] for peer in peers for event in events(peer)) + 3
+    for peer in peers:
+        peer.tell(do="stop", epoch=last)
+    return [peer.hear() for peer in peers], [events(peer) for peer in peers]
+
+
 def by_epoch(histories: Iterable[list[dict[str, Any]]]) -> dict[int, str]:
     """The digest of each epoch, from the reports of several peers; all must have had the same, by step or download."""
     digests: dict[int, dict[str, list[str]]] = {}

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training, wait_until
 
 
 @pytest.mark.parametrize("victim_is", ["coordinator", "other"])
@@ -23,13 +23,7 @@ def test_training_goes_on_after_a_kill(pool: Pool, victim_is: str) -> None:
         else:
             victim.kill()
         killed = time.monotonic()
-        seen = len(events(survivors[0]))
-        wait_until(lambda: len(events(survivors[0])) >= seen + 5)
-        last = max(event["epoch"] for peer in survivors for event in events(peer)) + 3
-        for peer in survivors:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in survivors]
-        histories = [events(peer) for peer in survivors]
+        states, histories = five_more(survivors)
 
     assert all(event["kind"] == "epoch" for history in histories for event in history), "a survivor had to download"
     by_epoch(histories)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training, wait_until
 from tests.soaked import only_in_soak
 
 MODES: dict[str, dict[str, Any]] = {
@@ -38,13 +38,7 @@ def test_peers_that_are_killed_in_each_phase(pool: Pool, mode: str) -> None:
             newcomer.ask(do="train", batch=8, pause=0.03)
             victims.append(newcomer)
         assert [victim.process.wait(100.0) for victim in victims] == [-9] * len(victims)
-        seen = len(events(survivors[0]))
-        wait_until(lambda: len(events(survivors[0])) >= seen + 5)
-        last = max(event["epoch"] for peer in survivors for event in events(peer)) + 3
-        for peer in survivors:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in survivors]
-        histories = [events(peer) for peer in survivors]
+        states, histories = five_more(survivors)
 
     assert all(event["kind"] == "epoch" for history in histories for event in history), "a survivor had to download"
     by_epoch(histories)

@@ -137,6 +137,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
         "keeps exp_avg": (Net(), {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}),
         "strand 2 is not in the state": (Net(), {}),
         "last_epoch is 'late'": (Net(), {}),
+        "extra tensor 0 is not in the state": (Net(), {}),
+        "strand 2 has 'exp_avg' of another shape": (Net(), {}),
     }
     trained = made(alone, model := Net())
     train(model, trained, 1)
@@ -149,8 +151,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
         own = {**state, **{name: value for name, value in own.items() if name.startswith("strand ")}}
         if said == "keeps exp_avg":
             own |= {name: value for name, value in common.items() if name.startswith("cut")}
-        elif said.startswith("strand 2"):
+        elif said.startswith("strand 2 is"):
             del own["strand 2"]
+        elif said.startswith("strand 2 has"):
+            own |= {name: value for name, value in common.items() if name.startswith("cut")}
+            own["strand 2"]["statistics"]["exp_avg"]["0"] = torch.zeros(99)
+        elif said.startswith("extra"):
+            own["extra tensors"] = {"0": torch.zeros(3)}
         elif said.startswith("last_epoch"):
             key = next(name for name in own if name.startswith("cut"))
             shared = msgspec.msgpack.decode(own[key])
