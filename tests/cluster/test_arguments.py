@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+import shoal
 from shoal.cluster.cluster import MOST_STRANDS, shared_by
 from tests.forked import ForkedProcess
 
@@ -35,3 +41,26 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
 def test_the_strands_that_are_advised_fit_the_other_clusters_too() -> None:
     assert [shared_by(ranks, 8) for ranks in (3, 5, 6, 12, 16)] == [24, 40, 24, 24, 16]
     assert shared_by(129, 8) == 129 <= MOST_STRANDS < 129 * 8
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        (None, "shoal.Optimizer needs dht=: "),
+        (shoal.Cluster(strands=1), "shoal.Cluster(strands=1) needs dht=: "),
+        (shoal.Cluster(strands=2), "shoal.Cluster(strands=2) needs dht= in every rank: "),
+    ],
+    ids=["alone", "one strand", "strands"],
+)
+def test_who_is_in_the_run_needs_a_dht(cluster: shoal.Cluster | None, said: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=re.escape(said)):
+        shoal.Optimizer(
+            dht=None,
+            run_id="r",
+            target_batch_size=4,
+            batch_size_per_step=4,
+            params=model.parameters(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            cluster=cluster,
+        )
