@@ -53,14 +53,17 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/shoal demo $(ARGS)
 
-# First the tests that may share the machine, three files at a time; then one at a time those marked `alone`. Where
-# PYTEST_ARGS names tests, those, long ones too.
+# First the tests that may share the machine, three files at a time; then two at a time those that start processes; then
+# those that compare times, one by one. Where PYTEST_ARGS names tests, those, long ones too.
 PYTEST := $(VENV)/bin/python -m pytest
 TOGETHER := --numprocesses 3 --dist loadfile
+IN_PAIRS := --numprocesses 2 --dist loadfile
+IN_TURN = $(PYTEST) $(TOGETHER) -m "$(1) and not processes and not timed" $(PYTEST_ARGS) && \
+	$(PYTEST) $(IN_PAIRS) -m "$(1) and processes" $(PYTEST_ARGS) && \
+	$(PYTEST) -m "$(1) and timed" $(PYTEST_ARGS)
 test: $(VENV)/.installed-dev
 ifeq (,$(findstring tests/,$(PYTEST_ARGS)))
-	$(PYTEST) $(TOGETHER) -m "not alone and not long" $(PYTEST_ARGS)
-	$(PYTEST) -m "alone and not long" $(PYTEST_ARGS)
+	$(call IN_TURN,not long)
 else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
@@ -69,15 +72,14 @@ endif
 test-all: test test-long test-capabilities
 
 test-long: $(VENV)/.installed-dev
-	$(PYTEST) $(TOGETHER) -m "long and not alone" $(PYTEST_ARGS)
-	$(PYTEST) -m "long and alone" $(PYTEST_ARGS)
+	$(call IN_TURN,long)
 
 # The tests whose numbers depend on the processor, with the kernels that others have: those of torch, MKL and oneDNN for
 # AVX2 without AVX-512, and for SSE4 without either. The ranks of a file are started once.
 NUMERIC := tests/flat tests/functional tests/sharding tests/compression tests/remote \
 	$(addprefix tests/optim/test_,$(addsuffix .py,checkpoint equivalence grad_scaler gradients power_sgd_averager state step))
-NUMERIC_TESTS = $(1) $(PYTEST) $(TOGETHER) -m "not alone" $(NUMERIC) $(PYTEST_ARGS) && \
-	$(1) $(PYTEST) -m alone $(NUMERIC) $(PYTEST_ARGS)
+NUMERIC_TESTS = $(1) $(PYTEST) $(TOGETHER) -m "not processes" $(NUMERIC) $(PYTEST_ARGS) && \
+	$(1) $(PYTEST) $(IN_PAIRS) -m processes $(NUMERIC) $(PYTEST_ARGS)
 
 test-capabilities: $(VENV)/.installed-dev
 	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2)

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+from shoal.swarm.protocol import peer as protocol_peer
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 
 # How long an example takes says how busy the machine is.
@@ -21,11 +22,15 @@ hypothesis.settings.register_profile("shoal", deadline=None)
 hypothesis.settings.load_profile("shoal")
 
 
+SETTLE_SECONDS = protocol_peer.SETTLE_SECONDS
+protocol_peer.SETTLE_SECONDS = 0.0  # of tests and of the processes that they fork, see forked.py
+
+
 @pytest.fixture
-def all_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round of a run does not wait for peers that nobody has found yet: for tests that start all their peers,
-    each of which knows the others by then, before one of them steps; and in which no peer alone reaches the target."""
-    monkeypatch.setattr("shoal.swarm.protocol.peer.SETTLE_SECONDS", 0.0)
+def others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round of a run waits for peers that nobody has found yet, as it does for users. In other tests it does
+    not: they start all their peers before one of them steps, or no peer alone reaches the target."""
+    monkeypatch.setattr(protocol_peer, "SETTLE_SECONDS", SETTLE_SECONDS)
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,8 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from shoal.swarm.protocol import peer as protocol_peer
+
 ROOT = Path(__file__).parents[1]
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -98,6 +100,7 @@ def _run(
     ends: tuple[Connection, Connection] | None,
 ) -> None:
     """In the new process."""
+    protocol_peer.SETTLE_SECONDS = 0.0  # see conftest.py
     gc.freeze()  # what the server has imported: see conftest.py
     faulthandler.enable()
     os.chdir(ROOT)

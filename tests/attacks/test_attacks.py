@@ -15,7 +15,7 @@ import pytest
 from tests.attacks.attacks import ATTACKS
 from tests.attacks.run import NEWCOMERS, PEERS, run_all, run_one
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 DEADLINE = 18.0  # seconds; the longest that `honest` trains with is 15 (DECIDE), and then others take over
 TURN = 2.0  # seconds of each attack, of all in turn

@@ -15,7 +15,6 @@ WORKER = "tests.averaging.worker"
 def running(count: int, elements: int, **averager: Any) -> Iterator[list[PeerProcess]]:
     """`count` workers with a vector of `elements` float32 that have met; killed at the end if they are still there."""
     options: dict[str, Any] = {"elements": elements, "averager": {"prefix": "test", **averager}}
-    options["settle_seconds"] = 0.0  # all have met before the first round begins
     peers = [PeerProcess(WORKER, options)]
     try:
         peers[0].started()

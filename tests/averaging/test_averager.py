@@ -16,8 +16,6 @@ import shoal
 from shoal.averaging.averager import DecentralizedAverager
 from shoal.swarm.contacts import Contacts
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 @contextmanager
 def averagers(tensors: Sequence[list[torch.Tensor]], **options: Any) -> Iterator[list[DecentralizedAverager]]:

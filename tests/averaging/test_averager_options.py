@@ -20,8 +20,6 @@ from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Swarm
 from tests.averaging.test_averager import averagers
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 def step_all(peers: list[DecentralizedAverager], **options: Any) -> None:
     for control in [peer.step(wait=False, **options) for peer in peers]:

@@ -19,8 +19,6 @@ from shoal.swarm.protocol.messages import Commit
 from tests.averaging.test_averager import averagers
 from tests.swarm.rounds import TIP, begin_of, digest, keys, member, members
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 def test_steps_of_one_averager_wait_for_each_other() -> None:
     tensors = [[torch.full((5,), float(i))] for i in range(2)]

@@ -7,7 +7,7 @@ import pytest
 from tests.averaging.compressions import COMPRESSIONS
 from tests.averaging.processes import all_round, running
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 ELEMENTS = 8_000_000
 

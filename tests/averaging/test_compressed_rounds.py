@@ -11,8 +11,6 @@ from shoal.swarm.protocol.messages import Repair, Source
 from tests.averaging.compressions import BY_SIZE, COMPRESSIONS, LOSSY
 from tests.averaging.test_averager import averagers, weighted_mean
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 NODES = ["node"] * 4
 MIXED = ["node", "client", "auxiliary", "node"]
 WEIGHTS = [0.5, 7.0, 0.0, 2.25]

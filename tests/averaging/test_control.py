@@ -17,7 +17,7 @@ from shoal.averaging.control import AveragingStage, Gathered, StepControl
 from shoal.dht.records import get_dht_time
 from tests.averaging.test_averager import averagers
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

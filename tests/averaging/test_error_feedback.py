@@ -17,8 +17,6 @@ from shoal.swarm.protocol.messages import Done
 from shoal.swarm.swarm import Swarm
 from tests.averaging.test_averager import averagers
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 NUMEL = 10 * 4096
 ROUNDS = 50
 CASES: dict[str, Compression] = {

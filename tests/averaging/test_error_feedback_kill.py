@@ -13,7 +13,7 @@ from shoal.compression import Blockwise4Bit, Codec, Compression, NoCompression, 
 from tests.averaging.processes import running
 from tests.peers import PeerProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 ELEMENTS = 96 * 4096
 PART_SIZE_BYTES = 1 << 16

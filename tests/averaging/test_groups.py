@@ -13,8 +13,6 @@ from shoal.averaging.runs import next_bits
 from tests.averaging.test_averager import averagers
 from tests.swarm.rounds import begin_of, key, members
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 def step_all(peers: list[DecentralizedAverager]) -> list[int]:
     """One step of all peers at once; how many were in the group of each."""

@@ -9,7 +9,7 @@ import pytest
 from tests.averaging.processes import all_round, running
 from tests.peers import PeerProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 ELEMENTS = 1_500_000
 PART_SIZE_BYTES = 1 << 16

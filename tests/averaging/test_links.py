@@ -20,8 +20,6 @@ from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.plan import SOON_SECONDS, best_shares
 from tests.namespaces import ADDRESSES, inside, narrow, wired
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 ELEMENTS = 1 << 20
 PART = 1 << 16  # bytes: chunks that let shares be nearly as they should
 FAST_ENOUGH = 2 * 4 * ELEMENTS / SOON_SECONDS
@@ -151,7 +149,7 @@ PEERS = textwrap.dedent(
 )
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_peer_behind_a_narrow_line_measures_it() -> None:
     """Three peers in one network namespace, and one in another, whose way out carries 20 Mbit/s."""
     with wired(), ExitStack() as ends:

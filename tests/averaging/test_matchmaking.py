@@ -6,7 +6,7 @@ import pytest
 
 from tests.averaging.processes import all_round, running
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("min_matchmaking_time", [pytest.param(1.0, marks=pytest.mark.long), 60.0])

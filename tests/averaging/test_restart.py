@@ -12,7 +12,7 @@ import pytest
 from tests.averaging.processes import WORKER
 from tests.peers import PeerProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 def free_port() -> int:

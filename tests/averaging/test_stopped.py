@@ -9,7 +9,7 @@ import pytest
 
 from tests.averaging.processes import all_round, running
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import pytest
 
 from tests.averaging.processes import all_round, running
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 # Who forgets whom. Each may leave two peers, or all four, believing that they coordinate. What they know still joins
 # them all, be it through others or, where nobody knows anybody, through the directory.

@@ -18,7 +18,6 @@ import torch
 
 import shoal
 from shoal.compression import compression_by_spec
-from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.messages import Begin, Commit, Part, Result
 from shoal.swarm.swarm import Swarm
@@ -65,7 +64,6 @@ def memory(which: str) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
-    protocol_peer.SETTLE_SECONDS = options.get("settle_seconds", protocol_peer.SETTLE_SECONDS)
     dht = shoal.DHT(options.get("initial_peers", []), start=True, **options.get("dht", {}))
     tensor = torch.zeros(options["elements"])
     given = options["averager"]

@@ -14,7 +14,7 @@ import shoal
 from shoal.cli.demo.peer import Peer
 from shoal.cli.demo.settings import FEWEST_EPOCHS, Compression, PeerConfig
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.mark.long

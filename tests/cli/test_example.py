@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 COMMAND = [sys.executable, str(SCRIPT), "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--epochs"]

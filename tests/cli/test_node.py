@@ -16,7 +16,7 @@ from shoal.dht.created import CreatedNode as DHTNode
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 

@@ -16,7 +16,7 @@ import pytest
 
 from shoal.cli.demo.process import Line, PeerProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip().upper(), flush=True)"
 STUBBORN = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"

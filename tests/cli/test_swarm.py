@@ -12,7 +12,7 @@ from shoal.cli.demo.settings import DemoSettings
 from shoal.cli.demo.summary import Summary, summarise
 from shoal.cli.demo.swarm import Swarm
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 class Notes:

@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.lack import Lack
 
@@ -521,7 +520,6 @@ CASES = [
 
 
 def main() -> None:
-    protocol_peer.SETTLE_SECONDS = 0.0  # each run has one peer: nobody else is to be found
     torch.set_num_threads(1)
     folder = Path(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=RANK, world_size=SIZE)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ class Clusters:
     def digests(self, cluster: int, rank: int) -> dict[int, str]:
         """After each epoch."""
         return {said["epoch"]: said["digest"] for said in self.said(cluster, rank) if "epoch" in said}
+
+    def longest_wait(self, cluster: int) -> tuple[float, str]:
+        """The most seconds between two epochs of that cluster, and what all ranks have said around that time."""
+        ended = {said["epoch"]: said["time"] for said in self.said(cluster, 0) if "epoch" in said}
+        seconds, since = max((after - before, before) for before, after in pairwise(ended.values()))
+        around = [
+            f"cluster {number}, rank {rank}: {json.dumps(said)}"
+            for number, ranks in enumerate(self.all)
+            for rank in range(len(ranks))
+            for said in self.said(number, rank)
+            if since - 2.0 < said.get("time", 0.0) < since + seconds + 1.0
+        ]
+        return seconds, "\n".join(around)
 
     def wait(self, condition: Any, timeout: float = 90.0) -> None:
         """Poll until it is so: the processes do not report by themselves."""

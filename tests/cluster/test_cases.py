@@ -11,7 +11,7 @@ import pytest
 
 from tests.forked import ForkedProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 of_both_kinds = pytest.mark.parametrize("strands", [1, 4])

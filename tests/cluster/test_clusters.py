@@ -12,7 +12,7 @@ from torch import nn
 from tests.cluster.clusters import Clusters, clusters
 from tests.cluster.rank import OPTIMIZERS, Odd, batch_of
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 WITHIN = 10.0  # seconds in which all ranks end after one is lost
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.forked import ForkedProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 AT_MOST = 1.05  # times the share
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.clusters import Clusters, clusters
 from tests.cluster.test_clusters import check_alike, check_numbers
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 def trained(folder: Path, kind: str, size: int, **options: Any) -> Clusters:

@@ -15,7 +15,7 @@ from tests.forked import ForkedProcess
 from tests.soaked import only_in_soak
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=[pytest.mark.long, only_in_soak])])
 def test_ranks_hold_and_carry_the_same_numbers(size: int, tmp_path: Path) -> None:
     logs = [tmp_path / f"log {rank}" for rank in range(size)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.clusters import Clusters, clusters
+from tests.cluster.clusters import clusters
 from tests.cluster.test_clusters import check_alike, check_numbers
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 def test_peers_of_one_two_and_four_ranks_train_one_model(tmp_path: Path) -> None:
@@ -33,14 +32,8 @@ def test_a_rank_whose_python_is_held_for_seconds_is_not_lost(tmp_path: Path, ran
         assert made.ended() == [[0, 0], [0, 0]], made.logs()
         check_alike(made, 8)
         check_numbers(made, "adamw", 4, 8)
-        assert longest_wait(made, 0) >= 4.0, "nobody was held"
+        assert made.longest_wait(0)[0] >= 4.0, "nobody was held"
         assert not any(" is lost" in made.log(cluster, each) for cluster in (0, 1) for each in (0, 1)), made.logs()
-
-
-def longest_wait(made: Clusters, cluster: int) -> float:
-    """How many seconds passed at most between two epochs of that cluster."""
-    ended = {said["epoch"]: said["time"] for said in made.said(cluster, 0) if "epoch" in said}
-    return max(after - before for before, after in pairwise(ended.values()))
 
 
 def test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others(tmp_path: Path) -> None:

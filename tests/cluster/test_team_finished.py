@@ -10,7 +10,7 @@ import pytest
 from tests.forked import ForkedProcess
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_ranks_that_have_left_exchange_as_before(tmp_path: Path) -> None:
     logs = [tmp_path / f"log {rank}" for rank in range(2)]
     ranks = [

@@ -14,8 +14,8 @@ def dht() -> Iterator[shoal.DHT]:
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, all_are_here: None) -> None:
-    """No test asks Hugging Face for anything, or waits for peers: what runs in this process is alone."""
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test asks Hugging Face for anything."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 

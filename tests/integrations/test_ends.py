@@ -12,7 +12,7 @@ from tests.integrations.tiny import language_model
 from tests.integrations.training import TOGETHER, by_epoch, training
 from tests.soaked import only_in_soak
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 BEST = 4
 EVALUATED = {

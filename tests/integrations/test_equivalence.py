@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations.training import by_epoch, training
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 EPOCHS = 20
 SAMPLES = 18

@@ -33,7 +33,7 @@ def history(printed: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_two_processes_train_together(example: str, tmp_path: Path) -> None:

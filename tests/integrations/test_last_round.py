@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.training import by_epoch, training
 from tests.soaked import only_in_soak
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 LAST = 4
 

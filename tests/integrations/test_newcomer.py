@@ -9,7 +9,7 @@ import pytest
 
 from tests.integrations.training import by_epoch, training
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 EPOCHS = 120
 

@@ -14,7 +14,7 @@ from tests.integrations.training import TOGETHER, Told, by_epoch, training
 from tests.optim.processes import wait_until
 from tests.soaked import only_in_soak
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 EPOCHS = 10
 FRAMEWORKS = ["transformers", "lightning", "accelerate"]

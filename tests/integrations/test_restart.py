@@ -9,7 +9,7 @@ import pytest
 from tests.integrations.training import TOGETHER, by_epoch, training
 from tests.soaked import only_in_soak
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 CHECKPOINTS = {"transformers": "checkpoint-{}", "lightning": "step={}.ckpt", "accelerate": "step={}"}
 MANY = 100_000

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integrations.training import TOGETHER, Told, by_epoch, training
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 EPOCHS = 30
 SPEEDS = [{"pause": 0.005}, {"pause": 0.02}]

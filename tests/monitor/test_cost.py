@@ -17,7 +17,7 @@ import shoal
 from shoal.monitor import Watcher
 from tests.monitor.processes import Trainers, trainers
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 SECONDS = 20.0
 MAX_SHARE = 0.005  # of the CPU time of a trainer that keeps one core busy

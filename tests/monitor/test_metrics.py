@@ -195,7 +195,7 @@ def test_what_is_no_port_is_refused(port: Any) -> None:
         make(dht, metrics_port=port)
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.long
 def test_a_trainer_tells_its_own_numbers() -> None:
     with trainers(2) as peers:

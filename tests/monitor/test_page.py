@@ -20,7 +20,7 @@ from tests.monitor.pages import monitor
 from tests.monitor.processes import trainers, wait_until
 from tests.peers import PeerProcess
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 ROWS = """
 return [...document.querySelectorAll('#peers tbody tr')].map((row) => Object.assign({id: row.dataset.peer,

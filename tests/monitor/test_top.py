@@ -141,7 +141,7 @@ def top(peers: Trainers, *arguments: str, run_id: str = "test") -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.long
 def test_for_scripts_it_prints_the_peers_own_numbers() -> None:
     with trainers(2) as peers:
@@ -167,7 +167,7 @@ def test_for_scripts_it_prints_the_peers_own_numbers() -> None:
         assert "nobody in the run 'another' says how it is" in done.stdout
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.long
 def test_in_a_closed_run_a_membership_to_watch_is_enough_and_without_one_it_says_how_to_get_it(tmp_path: Path) -> None:
     club = Club(tmp_path)

@@ -19,7 +19,7 @@ from shoal.monitor.snapshot import Standing, Trouble
 from tests.monitor.processes import Trainers, trainers, wait_until
 from tests.optim.closed_runs import Club
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @contextmanager

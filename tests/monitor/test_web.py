@@ -24,7 +24,7 @@ from tests.monitor.pages import monitor
 from tests.monitor.processes import Trainers, trainers, wait_until
 from tests.soaked import only_in_soak
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 MAX_PAGE_BYTES = 200_000
 
 

@@ -11,15 +11,14 @@ from torch import nn
 
 import shoal
 from shoal.optim import progress
-from shoal.swarm.protocol import peer as protocol_peer
 from tests.optim.processes import Pool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Peers in processes of their own wait for each other: nothing runs beside them."""
+    """The peers of the pool are processes of their own."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.alone)
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +49,8 @@ def dht() -> Iterator[shoal.DHT]:
 
 
 @pytest.fixture
-def alone(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
+def alone(dht: shoal.DHT) -> Iterator[Alone]:
     """Makes optimizers of runs with one peer, in this process: alone(model, **arguments)."""
-    monkeypatch.setattr(protocol_peer, "SETTLE_SECONDS", 0.0)  # nobody else is to be found
     made: list[shoal.Optimizer] = []
 
     def make(model: nn.Module, **arguments: Any) -> shoal.Optimizer:

@@ -14,7 +14,6 @@ from torch import nn
 
 import shoal
 from shoal.optim.kept import Kept
-from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol.errors import AveragingError
 
 MB = 1 << 20
@@ -39,7 +38,6 @@ def made(dht: shoal.DHT, seed: int) -> tuple[nn.Module, Any]:
 
 
 def main() -> None:
-    protocol_peer.SETTLE_SECONDS = 0.0
     with shoal.DHT(start=True) as dht:
         (donor, giver), (model, taker) = made(dht, 0), made(dht, 1)
         donor(torch.ones(4, WIDTH)).square().mean().backward()

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.swarm.protocol import peer as protocol_peer
 
 
 def refusal(dht: shoal.DHT, run_id: str, params: Any, module: nn.Module | None = None) -> str:
@@ -44,7 +43,6 @@ def refusal(dht: shoal.DHT, run_id: str, params: Any, module: nn.Module | None =
 
 
 def main() -> None:
-    protocol_peer.SETTLE_SECONDS = 0.0  # each run has one peer: nobody else is to be found
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     groups = [distributed.new_group([number]) for number in range(2)]

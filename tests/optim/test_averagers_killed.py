@@ -8,7 +8,7 @@ import pytest
 
 from tests.peers import PeerProcess
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 WORKER = "tests.optim.averager_worker"
 

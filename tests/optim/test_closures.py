@@ -407,7 +407,6 @@ def epoch(peer: Any, number: int, batch_size: int, with_closure: bool) -> None:
     wait_until(lambda: (optimizer.step(batch_size=0), optimizer.local_epoch > before)[1])
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_peers_step_with_the_mean_loss_of_the_run_and_a_newcomer_downloads_once() -> None:
     seen: dict[int, list[float | None]] = {}
 

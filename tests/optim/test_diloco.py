@@ -22,7 +22,7 @@ from tests.optim import outer_worker as worker
 from tests.peers import ROOT
 from tests.soaked import only_in_soak
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 PATIENT = {"matchmaking_time": 10.0}
 
 

@@ -19,8 +19,6 @@ from shoal.swarm.protocol import view
 from tests.optim.models import OPTIMIZERS, flat, make_model
 from tests.optim.processes import wait_until
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 SAYS = "could not download the state that others hold"
 NOBODY_SHARES = {"averager_opts": {"allow_state_sharing": False}}
 

@@ -17,8 +17,6 @@ import shoal
 from tests.optim.averaging_sgd import BETA, AveragingSGD
 from tests.optim.models import backward, fixed_batch, flat, make_model
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 MODES: dict[str, dict[str, Any]] = {
     "at once": {},
     "in place": {"reuse_grad_buffers": True},

@@ -17,8 +17,6 @@ from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, events, training, wait_until
 
-all_are_here = pytest.mark.usefixtures("all_are_here")
-
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[list[shoal.Optimizer]]:
@@ -93,7 +91,6 @@ def test_going_on_without_an_answer(pair: list[shoal.Optimizer], caplog: pytest.
     assert torch.equal(parameters(second), parameters(first))
 
 
-@all_are_here
 @pytest.mark.parametrize("pair", [{}], indirect=True)
 def test_state_from_peers_on_request(pair: list[shoal.Optimizer]) -> None:
     first, second = pair
@@ -118,7 +115,6 @@ def test_state_from_peers_on_request(pair: list[shoal.Optimizer]) -> None:
     assert not first.load_state_from_peers(), "there is nobody to ask"
 
 
-@all_are_here
 @pytest.mark.parametrize("pair", [{}], indirect=True)
 def test_who_leaves_while_asked_for_its_state_is_nobody_to_ask(
     pair: list[shoal.Optimizer], monkeypatch: pytest.MonkeyPatch
@@ -134,7 +130,6 @@ def test_who_leaves_while_asked_for_its_state_is_nobody_to_ask(
     assert not answers
 
 
-@all_are_here
 @pytest.mark.parametrize("pair", [{}], indirect=True)
 def test_a_fault_in_one_peers_memory_is_found_and_mended(
     pair: list[shoal.Optimizer], caplog: pytest.LogCaptureFixture
@@ -152,7 +147,6 @@ def test_a_fault_in_one_peers_memory_is_found_and_mended(
     assert first.local_epoch == second.local_epoch == 3
 
 
-@all_are_here
 @pytest.mark.parametrize("pair", [{}], indirect=True)
 def test_a_better_state_that_nobody_has_any_more_is_forgotten(pair: list[shoal.Optimizer]) -> None:
     """A member told of it and was gone before anybody could download it: nobody waits for it for ever."""
@@ -199,7 +193,6 @@ def test_one_goes_on_while_the_others_hang(pool: Pool) -> None:
     assert all(state == states[0] for state in states), states
 
 
-@all_are_here
 def test_two_runs_on_one_dht(dht: shoal.DHT) -> None:
     """Each for itself, as two models of one script are."""
     models = [make_model(1), make_model(2)]

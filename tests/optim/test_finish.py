@@ -57,7 +57,6 @@ def peers_of_one_run(count: int = 2, **run: float) -> Iterator[list[shoal.Optimi
         yield peers
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_it_stays_no_longer_than_averaging_timeout_for_one_that_does_not_come(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -72,7 +71,6 @@ def test_it_stays_no_longer_than_averaging_timeout_for_one_that_does_not_come(
         assert "give a longer averaging_timeout" in warning
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_it_leaves_at_once_when_nobody_is_behind_or_the_one_that_is_leaves() -> None:
     for ends in ("downloads", "leaves"):
         with peers_of_one_run() as (ahead, behind):
@@ -85,7 +83,6 @@ def test_it_leaves_at_once_when_nobody_is_behind_or_the_one_that_is_leaves() -> 
             assert time.monotonic() - began < 10.0
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_a_shutdown_waits_for_nobody() -> None:
     with peers_of_one_run() as (ahead, _):
         began = time.monotonic()
@@ -94,7 +91,6 @@ def test_a_shutdown_waits_for_nobody() -> None:
         assert time.monotonic() - began < 10.0
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_it_leaves_when_the_run_goes_on_without_it() -> None:
     with peers_of_one_run(3) as (ahead, another, _):
         assert another.load_state_from_peers()

@@ -15,7 +15,6 @@ from shoal.optim.frozen import described_frozen
 from shoal.optim.kept import Keeper
 from shoal.optim.reports import DownloadReport
 from shoal.swarm import contacts
-from shoal.swarm.protocol import peer as protocol_peer
 from shoal.swarm.protocol.errors import AveragingError
 
 MODES: dict[str, dict[str, Any]] = {
@@ -44,7 +43,6 @@ class Adapted(nn.Module):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol_peer, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(contacts, "ALONE_SECONDS", 0.0)
 
 

@@ -18,8 +18,6 @@ from shoal.optim.grad_averager import GradientAverager
 from shoal.swarm.protocol.messages import Result
 from tests.optim.swarm_of_averagers import started, wait_until
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 def models(count: int) -> list[nn.Linear]:
     torch.manual_seed(0)

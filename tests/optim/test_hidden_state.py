@@ -15,7 +15,7 @@ from shoal.optim.hidden_state import FIRST_REST, LONGEST_REST, SOON, HiddenState
 from tests.optim.models import flat
 from tests.optim.test_kinds_of_options import Peers, epochs, one_peer, peers, step
 
-pytestmark = [pytest.mark.usefixtures("all_are_here"), pytest.mark.alone]
+pytestmark = pytest.mark.processes
 
 
 class Counting(torch.optim.SGD):

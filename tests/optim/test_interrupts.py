@@ -43,7 +43,7 @@ MODEL_IS_ITS_TIP = (*WITH_STATE, "offloaded", "delayed step", "delayed", "power 
 
 
 @pytest.fixture(autouse=True)
-def _quick(all_are_here: None) -> Iterator[None]:
+def _quick() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.disable()  # what CPython swallows in destructors is no matter of these tests

@@ -22,8 +22,6 @@ from tests.optim.conftest import Alone
 from tests.optim.models import flat, make_model
 from tests.optim.processes import wait_until
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 Peers = list[tuple[torch.nn.Module, shoal.Optimizer]]
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -17,8 +17,6 @@ import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, training, wait_until
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 Peers = list[tuple[torch.nn.Module, shoal.Optimizer]]
 
 NOTICE = "lr of the parameter groups changes between steps of one epoch"

@@ -272,7 +272,7 @@ def test_a_state_that_can_not_be_copied_is_lost_and_the_download_goes_on(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_a_process_that_gets_no_more_memory_loads_later() -> None:
     said = subprocess.run(
         [sys.executable, "-m", "tests.optim.limited"], cwd=ROOT, capture_output=True, text=True, check=True

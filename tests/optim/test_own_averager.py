@@ -17,8 +17,6 @@ from shoal.optim.rounds import AveragerRounds
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
 from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 def make(dht: shoal.DHT, **arguments: Any) -> tuple[torch.nn.Module, shoal.Optimizer]:
     model = make_model()

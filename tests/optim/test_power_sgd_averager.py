@@ -17,8 +17,6 @@ from shoal.optim.power_sgd_averager import PowerSGDGradientAverager, matrix_shap
 from shoal.swarm.protocol.participant import Participant
 from tests.optim.swarm_of_averagers import started
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 SHAPES = [(40, 30), (7,), (6, 8, 10), (), (3, 3)]
 
 

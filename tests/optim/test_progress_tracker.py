@@ -14,7 +14,7 @@ import shoal
 from shoal.optim.progress_tracker import PATIENCE, ProgressTracker
 from shoal.swarm.protocol.errors import Rejected
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 TARGET = 100
 Make = Callable[..., ProgressTracker]

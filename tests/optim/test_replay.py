@@ -17,7 +17,7 @@ from tests.optim.closing import Reads
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.soaked import only_in_soak
 
-pytestmark = [pytest.mark.usefixtures("all_are_here"), pytest.mark.alone]
+pytestmark = pytest.mark.processes
 
 ADAMW, COSINE = OPTIMIZERS["adamw"], SCHEDULERS["cosine"]
 MODES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,6 @@ import torch
 
 import shoal
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 EPOCHS = 15
 
 

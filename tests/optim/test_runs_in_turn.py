@@ -17,7 +17,7 @@ import shoal
 from shoal.optim import turns
 from tests.optim.ending import is_done
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 DIFFERENT = ("g", "d"), ("d", "g")
@@ -89,7 +89,6 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.usefixtures("all_are_here")
 def test_no_peer_waits_for_one_that_waits_in_the_other_run(places: list[shoal.DHT], mode: str) -> None:
     peers = [Trainer(dht, order, **MODES[mode]) for dht, order in zip(places, DIFFERENT, strict=True)]
     at_once(*(lambda peer=peer: peer.train(12) for peer in peers))  # type: ignore[misc]
@@ -100,7 +99,6 @@ def test_no_peer_waits_for_one_that_waits_in_the_other_run(places: list[shoal.DH
             torch.testing.assert_close(peers[0].parameters(name), peers[1].parameters(name), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_a_round_of_every_few_steps_needs_the_trainer_back(places: list[shoal.DHT]) -> None:
     """One peer waits in g, while the other makes several epochs of d."""
     peers = [Trainer(dht, ("d", "d", "d", "d", "d", "g")) for dht in places]
@@ -110,7 +108,6 @@ def test_a_round_of_every_few_steps_needs_the_trainer_back(places: list[shoal.DH
         torch.testing.assert_close(peers[0].parameters(name), peers[1].parameters(name), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_one_run_ends_while_the_other_goes_on(places: list[shoal.DHT]) -> None:
     """`finish` of one optimizer waits for a peer that is behind, and lends the other meanwhile."""
     peers = [Trainer(dht, order) for dht, order in zip(places, DIFFERENT, strict=True)]
@@ -171,7 +168,6 @@ def lent(places: list[shoal.DHT]) -> Iterator[Callable[..., tuple[Trainer, Calla
 Lent = Callable[..., tuple[Trainer, Callable[[], None]]]
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_what_is_lent_changes_in_its_own_next_step(lent: Lent) -> None:
     """A graph that the script holds of one model survives the step of another."""
     mine, lend = lent()
@@ -189,7 +185,6 @@ def test_what_is_lent_changes_in_its_own_next_step(lent: Lent) -> None:
     assert mine.optimizers["d"].local_progress.samples_accumulated == 4, "its batch counts for the next epoch"
 
 
-@pytest.mark.usefixtures("all_are_here")
 @pytest.mark.parametrize("call", ["state_dict", "shutdown"])
 def test_what_is_lent_is_applied_before_it_is_saved_or_left(lent: Lent, call: str) -> None:
     mine, lend = lent()
@@ -200,7 +195,6 @@ def test_what_is_lent_is_applied_before_it_is_saved_or_left(lent: Lent, call: st
     assert not torch.equal(mine.parameters("d"), before)
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_who_waits_in_another_run_has_the_last_result_of_one_that_left(
     places: list[shoal.DHT], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,7 +227,6 @@ def test_who_waits_in_another_run_has_the_last_result_of_one_that_left(
         torch.testing.assert_close(mine.parameters("d"), other.parameters("d"), rtol=0, atol=0)
 
 
-@pytest.mark.usefixtures("all_are_here")
 def test_an_error_on_loan_is_told_in_the_own_next_step(lent: Lent) -> None:
     mine, lend = lent(matchmaking_time=0.5)
     replaced, mine.models["d"].weight = mine.models["d"].weight, torch.nn.Parameter(torch.zeros(1, 4))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.peers import ROOT
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timed
 
 COMMAND = [sys.executable, "-m", "tests.optim.starting"]
 

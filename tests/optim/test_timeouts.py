@@ -17,7 +17,7 @@ import pytest
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 Peers = list[shoal.Optimizer]
 

@@ -15,8 +15,6 @@ from tests.optim.conftest import Alone
 from tests.optim.models import BATCH, backward, fixed_batch, flat, make_model
 from tests.optim.test_kinds_of_options import epochs, one_peer, peers, step
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 class Counting(torch.optim.SGD):
     """SGD with state without a parameter, on which its step depends."""

@@ -29,8 +29,6 @@ from tests.optim.in_memory import in_threads
 EPOCHS, RATE = 3, 0.25
 HANGS_AFTER = 60.0  # seconds
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 class Signs(Work):
     """Brings the signs of the summed gradients: each element of the average is a vote on its direction."""

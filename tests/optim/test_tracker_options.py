@@ -13,7 +13,7 @@ import shoal
 from tests.optim.conftest import Alone, Clock
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 
 @pytest.mark.long

@@ -388,7 +388,7 @@ def test_what_is_written_into_the_model_of_a_cluster_is_drift_with_an_outer_opti
 
 
 def test_a_default_and_an_offload_peer_that_change_the_model_alike_agree(
-    dht: shoal.DHT, all_are_here: None, monkeypatch: pytest.MonkeyPatch
+    dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.optim.settings.HostCopy", Elsewhere)
     monkeypatch.setattr("shoal.optim.settings.is_on_host", lambda params: False)

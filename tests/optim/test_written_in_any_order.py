@@ -141,7 +141,6 @@ class Plain:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_goes_as_with_plain_torch(dht: shoal.DHT, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.swarm.protocol.peer.SETTLE_SECONDS", 0.0)  # nobody else is to be found
     runs = itertools.count()
 
     @settings(

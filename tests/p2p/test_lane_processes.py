@@ -16,7 +16,7 @@ from tests.forked import ForkedProcess
 from tests.p2p.lane_ends import PATIENCE, End
 from tests.p2p.lane_worker import HOG_SECONDS
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timed
 
 CHUNK = bytes(4 << 20)
 

@@ -328,7 +328,7 @@ def test_peers_that_take_nothing_hold_up_no_other():
             raw.close()
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_an_upload_limit_holds_for_all_lanes_and_divides_them_evenly():
     rate = 4e6
     with End(1, upload=rate) as near:
@@ -360,7 +360,7 @@ def test_an_upload_limit_holds_for_all_lanes_and_divides_them_evenly():
     assert max(shares) < 1.5 * min(shares)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_download_limit_holds_for_all_lanes():
     rate = 4e6
     with End(1) as near, End(2, download=rate) as far:

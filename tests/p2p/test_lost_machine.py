@@ -13,7 +13,7 @@ from shoal.p2p.tcp import LEAST_PATIENCE
 from shoal.p2p.transport import LARGE_BYTES, Movement
 from tests.namespaces import ADDRESSES, cut, inside, wired
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timed
 
 END = textwrap.dedent(
     """

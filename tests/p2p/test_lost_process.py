@@ -19,7 +19,7 @@ from shoal.p2p.tcp import LEAST_PATIENCE, counts
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
 from tests.soaked import only_in_soak
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.timed
 
 MESSAGES, SIZE = 100, 20_000
 CHILD = textwrap.dedent(

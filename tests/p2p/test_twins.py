@@ -16,7 +16,7 @@ from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from tests.p2p.recorder import LOOPBACK, deafen, eventually, sockets
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.processes
 
 SEED = bytes(range(32))
 NAME = str(Identity(SEED).peer_id)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
-from shoal.swarm.protocol import peer as protocol_peer
 
 torch.manual_seed(0)
 BATCH, VECTOR, WEIGHT = torch.randn(16, 32), torch.randn(5000), torch.randn(8, 32)
@@ -149,7 +148,6 @@ def sharding() -> None:
 SYSTEMS = {use.__name__: use for use in (codecs, contiguous, functional, averagers, optimizer, sharding)}
 
 if __name__ == "__main__":
-    protocol_peer.SETTLE_SECONDS = 0.0  # all peers are in this process: nobody else is to be found
     if "set" in sys.argv:
         torch.set_default_device("meta")
         torch.set_default_dtype(torch.float64)

@@ -67,7 +67,7 @@ def test_a_page_says_that_its_python_is_one_script(page: Path) -> None:
         assert "blocks of this page are one script" in page.read_text().split("```python")[0], hint
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize("page", runs("sh"))
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     with Shell(tmp_path) as shell:
@@ -78,7 +78,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
                 shell.run(block)
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.long
 def test_the_first_example_trains_and_a_second_peer_joins_it(tmp_path: Path) -> None:
     example = next(block for block in blocks_of(README) if block.language == "python")

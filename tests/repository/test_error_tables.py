@@ -20,8 +20,6 @@ from tests.repository.provocations import (  # noqa: F401 (they register what th
     warnings,
 )
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 
 @pytest.fixture(scope="module")
 def dht() -> Iterator[shoal.DHT]:

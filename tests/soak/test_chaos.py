@@ -14,7 +14,7 @@ import pytest
 from tests.forked import ROOT
 from tests.soak.chaos import soak
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 def test_trainers_that_are_killed_stopped_and_started(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.soak.transport import soak
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 @pytest.mark.skipif("SHOAL_SOAK" not in os.environ, reason="a minute: set SHOAL_SOAK, or make soak")

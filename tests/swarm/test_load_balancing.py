@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from shoal.swarm.protocol.plan import best_shares, load_balance_peers
 
-pytestmark = pytest.mark.usefixtures("all_are_here")
-
 speeds = st.one_of(st.just(0.0), st.floats(0.01, 100.0))
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.averaging.compressions import COMPRESSIONS
 from tests.averaging.processes import running
 
-pytestmark = [pytest.mark.alone, pytest.mark.long]
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 ELEMENTS = 25_000_000
 NBYTES = 4 * ELEMENTS  # 100 MB

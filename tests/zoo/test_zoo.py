@@ -14,7 +14,7 @@ from tests.zoo.outcome import Kind, Outcome
 from tests.zoo.table import BEGIN, END, counts, table, write
 
 
-@pytest.mark.alone  # it ends a process that hangs
+@pytest.mark.processes  # it ends a process that hangs
 def test_no_optimizer_stops_the_others() -> None:
     command = [sys.executable, "-m", "tests.zoo.misbehaving"]  # not forked: it has children of its own
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
