@@ -7,6 +7,8 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported, and inherited by every process that a test starts: four of them share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,8 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+import shoal
 from shoal.swarm.protocol import peer as protocol_peer
 from tests.left_behind import nothing_left_behind as nothing_left_behind
+from tests.optim.closed_runs import Club
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("shoal", deadline=None)
@@ -31,6 +35,19 @@ def others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round of a run waits for peers that nobody has found yet, as it does for users. In other tests it does
     not: they start all their peers before one of them steps, or no peer alone reaches the target."""
     monkeypatch.setattr(protocol_peer, "SETTLE_SECONDS", SETTLE_SECONDS)
+
+
+@pytest.fixture
+def dht() -> Iterator[shoal.DHT]:
+    """One that nobody else is in yet."""
+    with shoal.DHT(start=True) as dht:
+        yield dht
+
+
+@pytest.fixture
+def club(tmp_path: Path) -> Club:
+    """The members of a closed run."""
+    return Club(tmp_path)
 
 
 def pytest_collection_finish() -> None:

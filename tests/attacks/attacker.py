@@ -32,6 +32,7 @@ from tests.attacks import forged
 from tests.attacks.attack import MemberAttack, StrangerAttack
 from tests.attacks.attacks import ATTACKS, POISONS
 from tests.attacks.honest import RUN_ID, TARGET, make_model, make_optimizer
+from tests.telling import say
 
 log = logging.getLogger(__name__)
 
@@ -233,10 +234,6 @@ def join(dht: shoal.DHT, trains: bool, strands: int) -> Inside:
             refused += 1
             say(event="gained", refusals=refused)
             time.sleep(1.0)
-
-
-def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,15 +15,9 @@ import shoal
 from shoal.averaging.control import AveragingStage, Gathered, StepControl
 from shoal.dht.records import get_dht_time
 from tests.averaging.test_averager import averagers
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 def filled(*values: float) -> list[list[torch.Tensor]]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -21,14 +19,7 @@ from shoal.compression import compression_by_spec
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.messages import Begin, Commit, Part, Result
 from shoal.swarm.swarm import Swarm
-
-
-def say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+from tests.telling import die, say
 
 
 def die_when(where: str, number: int) -> None:

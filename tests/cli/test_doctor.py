@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ from tests.cli.test_command import shoal_command
 from tests.optim.closed_runs import Club
 
 MACHINE = ["python", "torch", "port", "addresses", "descriptors", "disk", "congestion control"]
-
-
-@pytest.fixture
-def dht() -> Iterator[shoal.DHT]:
-    with shoal.DHT(start=True) as dht:
-        yield dht
 
 
 def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:

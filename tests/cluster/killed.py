@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +14,12 @@ from shoal.swarm.protocol.messages import Commit, Done, Part, Result
 from shoal.swarm.protocol.participant import Participant
 from shoal.swarm.swarm import Swarm
 from shoal.transfer.transfer import _Fetch
+from tests import telling
 
 
 def die() -> None:
     time.sleep(0.02)  # what was sent before is on its way: the kernel has it
-    os.kill(os.getpid(), signal.SIGKILL)
+    telling.die()
 
 
 def die_when_stepping(is_time: Callable[[], bool], kind: type = torch.optim.AdamW) -> None:

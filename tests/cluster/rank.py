@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from tests.cluster.killed import die, die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
+from tests.telling import say
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -98,12 +99,6 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": optimizer.strand_state()}
 
 
-def say(said: dict[str, Any]) -> None:
-    """Write a line at once: `print` may write its end later, and another thread logs a loss between the two."""
-    sys.stdout.write(json.dumps(said) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     told = json.loads(sys.argv[1])
     rank, size, folder = told["rank"], told["size"], Path(told["folder"])
@@ -133,7 +128,7 @@ def main() -> None:
     )
     if kept is not None:
         optimizer.load_state_dict(kept["optimizer"])
-    say({"made": True})
+    say(made=True)
     dies = told.get("dies") if told.get("dying") == rank else None
     epochs = 0  # that this rank has made
 
@@ -153,7 +148,7 @@ def main() -> None:
         if "load_strands" in told:
             dcp.load(state_of(model, optimizer), checkpoint_id=told["load_strands"])
             said = {"loaded": optimizer.local_epoch, "digest": digest_of(model), "time": time.monotonic()}
-            say(said)
+            say(**said)
         while optimizer.local_epoch < told["epochs"]:
             epoch = optimizer.local_epoch
             if told.get("held") == rank and epoch == 4:
@@ -173,7 +168,7 @@ def main() -> None:
                 time.sleep(told.get("pause", 0.0))
             epochs += optimizer.local_epoch > epoch
             said = {"epoch": optimizer.local_epoch, "digest": digest_of(model), "step": took, "time": time.monotonic()}
-            say(said)
+            say(**said)
         if "save" in told:
             tensors = dict(zip([name for name, _ in model.named_parameters()], whole(model), strict=True))
             state = optimizer.state_dict()
@@ -183,10 +178,10 @@ def main() -> None:
         if "save_strands" in told:
             dcp.save(state_of(model, optimizer), checkpoint_id=told["save_strands"])
         optimizer.finish()
-        say({"parameters": [p.tolist() for p in whole(model)]})
+        say(parameters=[p.tolist() for p in whole(model)])
     except (ValueError, RuntimeError, CheckpointException) as error:
         said = {"kind": type(error).__name__, "error": str(error), "time": time.monotonic()}
-        say(said)
+        say(**said)
         optimizer.shutdown()
         sys.exit(3)
     finally:

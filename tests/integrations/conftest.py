@@ -1,16 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import shoal
-
-
-@pytest.fixture(scope="module")
-def dht() -> Iterator[shoal.DHT]:
-    with shoal.DHT(start=True) as dht:
-        yield dht
 
 
 @pytest.fixture(autouse=True)

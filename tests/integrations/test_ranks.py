@@ -11,8 +11,8 @@ import pytest
 from tests.integrations.ranks import Ranks
 from tests.integrations.test_restart import checkpoint
 from tests.integrations.training import TOGETHER, Told, by_epoch, training
-from tests.optim.processes import wait_until
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,12 +52,3 @@ def trainers(count: int, **options: Any) -> Iterator[Trainers]:
     finally:
         for trainer in made.all:
             trainer.end()
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 100.0) -> float:
-    """Poll until `condition` holds; what it waits for is in other processes. Returns how long it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() < began + timeout, "it did not happen"
-        time.sleep(0.05)
-    return time.monotonic() - began

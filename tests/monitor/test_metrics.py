@@ -23,7 +23,8 @@ from shoal.health.metrics import LABELS, MetricsServer, families
 from shoal.health.record import FaultKind, name_of
 from shoal.p2p.identity import Identity
 from tests.health.records import health
-from tests.monitor.processes import trainers, wait_until
+from tests.monitor.processes import trainers
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PEER = Identity(bytes(32)).peer_id

@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.monitor.web import MAX_LISTENERS
 from tests.monitor.browser import Browser, browser
 from tests.monitor.pages import monitor
-from tests.monitor.processes import trainers, wait_until
+from tests.monitor.processes import trainers
 from tests.peers import PeerProcess
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 

@@ -22,8 +22,9 @@ from shoal.monitor.top import SPARKS, Losses, screen, show
 from shoal.p2p.identity import Identity
 from shoal.swarm.protocol.view import Role
 from tests.health.records import START, health, mark, posted
-from tests.monitor.processes import Trainers, trainers, wait_until
+from tests.monitor.processes import Trainers, trainers
 from tests.optim.closed_runs import Club
+from tests.waiting import wait_until
 
 A, B, C = (Identity(bytes([seed]) * 32).peer_id for seed in range(3))
 

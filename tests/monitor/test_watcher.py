@@ -16,8 +16,9 @@ from shoal.membership import Part
 from shoal.monitor import Snapshot, Watcher
 from shoal.monitor import watcher as watcher_module
 from shoal.monitor.snapshot import Standing, Trouble
-from tests.monitor.processes import Trainers, trainers, wait_until
+from tests.monitor.processes import Trainers, trainers
 from tests.optim.closed_runs import Club
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 

@@ -21,8 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.monitor.history import EVERY_SECONDS
 from shoal.monitor.web import FILES, MAX_LISTENERS, PAGE
 from tests.monitor.pages import monitor
-from tests.monitor.processes import Trainers, trainers, wait_until
+from tests.monitor.processes import Trainers, trainers
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 MAX_PAGE_BYTES = 200_000

@@ -23,10 +23,7 @@ from shoal.health.record import name_of
 from shoal.optim import vitals
 from shoal.p2p.multiaddr import Multiaddr
 from tests.optim.models import make_model
-
-
-def say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
+from tests.telling import say
 
 
 class Training:

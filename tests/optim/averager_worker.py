@@ -4,10 +4,7 @@ itself with SIGKILL at a given point of a step."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -17,16 +14,9 @@ import shoal
 from shoal.averaging.control import StepControl
 from shoal.flat import bytes_of
 from shoal.optim.power_sgd_averager import _Step
+from tests.telling import die, say
 
 SHAPES = [(300, 200), (50,), (16, 8, 3, 3)]
-
-
-def say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

@@ -43,12 +43,6 @@ Alone = Callable[..., shoal.Optimizer]
 
 
 @pytest.fixture
-def dht() -> Iterator[shoal.DHT]:
-    with shoal.DHT(start=True) as dht:
-        yield dht
-
-
-@pytest.fixture
 def alone(dht: shoal.DHT) -> Iterator[Alone]:
     """Makes optimizers of runs with one peer, in this process: alone(model, **arguments)."""
     made: list[shoal.Optimizer] = []

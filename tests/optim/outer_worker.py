@@ -17,6 +17,7 @@ from torch import nn
 
 import shoal
 from shoal.flat import bytes_of
+from tests.telling import say
 
 WIDTH, BATCH = 24, 4
 GRADIENT, INNER_RATE, OUTER_RATE = 2.0, 1.0, 2.0  # of the scalars
@@ -50,10 +51,6 @@ def make_inner(params: Any) -> torch.optim.Optimizer:
 def backward(model: nn.Module, draw: random.Random) -> None:
     inputs = numbers(draw, BATCH, 8)
     ((model(inputs) - inputs.sin().sum(1, keepdim=True)) ** 2).mean().backward()
-
-
-def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
 
 
 def diloco_of(choice: dict[str, Any]) -> shoal.DiLoCo:

@@ -4,13 +4,13 @@ not."""
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 from tests.peers import PeerProcess
+from tests.waiting import wait_until
 
 
 class Pool:
@@ -105,14 +105,6 @@ def training(pool: Pool, count: int, **run: Any) -> Iterator[Peers]:
             worker.go_on()
             worker.addresses, worker.peer = [], ""
         pool.give_back(peers.all)
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 150.0) -> None:
-    """Poll until `condition` holds; the processes that it waits for do not report by themselves."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def five_more(peers: list[PeerProcess]) -> tuple[list[Any], list[list[dict[str, Any]]]]:

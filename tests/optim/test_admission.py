@@ -16,12 +16,8 @@ from examples.admission import membership_from
 from shoal.membership.membership import MEMBERSHIP
 from tests.forked import ROOT
 from tests.optim.closed_runs import Club
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
-
-
-@pytest.fixture
-def club(tmp_path: Path) -> Club:
-    return Club(tmp_path)
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,16 +24,12 @@ from shoal.swarm.protocol.messages import Message, Progress
 from shoal.swarm.protocol.view import Member, Role
 from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, transfer_service
 from tests.optim.closed_runs import Club, Counting, stranger
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
 from tests.swarm.rounds import TIP
 from tests.swarm.test_messages import GOOD
+from tests.waiting import wait_until
 
 FAST = {"matchmaking_time": 3.0, "averaging_timeout": 10.0}
-
-
-@pytest.fixture
-def club(tmp_path: Path) -> Club:
-    return Club(tmp_path)
 
 
 class Gibberish(msgspec.Struct, tag=99, array_like=True):

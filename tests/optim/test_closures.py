@@ -32,7 +32,7 @@ from tests.optim.closing import (
 )
 from tests.optim.conftest import Alone
 from tests.optim.models import fixed_batch, flat, make_model
-from tests.optim.processes import wait_until
+from tests.waiting import wait_until
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Returns = Callable[[Tensor], Any]

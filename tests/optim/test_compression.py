@@ -21,8 +21,9 @@ from shoal.compression import (
 )
 from shoal.optim.accumulator import EpochGradients
 from tests.optim.models import flat, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 BY_SIZE = SizeAdaptiveCompression(100, Float16Compression(), Uniform8BitQuantization())
 """Of the model's six tensors two are large."""

@@ -13,7 +13,8 @@ import torch
 import shoal
 from tests.optim.ending import is_done
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 Alone = Callable[..., shoal.Optimizer]
 SHARES = [(0, 8), (8, 40), (40, 64)]

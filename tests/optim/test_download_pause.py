@@ -17,7 +17,7 @@ import torch
 import shoal
 from shoal.swarm.protocol import view
 from tests.optim.models import OPTIMIZERS, flat, make_model
-from tests.optim.processes import wait_until
+from tests.waiting import wait_until
 
 SAYS = "could not download the state that others hold"
 NOBODY_SHARES = {"averager_opts": {"allow_state_sharing": False}}

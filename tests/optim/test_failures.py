@@ -7,7 +7,8 @@ from statistics import median
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("victim_is", ["coordinator", "other"])

@@ -15,7 +15,8 @@ import torch
 import shoal
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, events, training, wait_until
+from tests.optim.processes import Pool, events, training
+from tests.waiting import wait_until
 
 
 @pytest.fixture

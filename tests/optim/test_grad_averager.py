@@ -16,7 +16,8 @@ from shoal.averaging.control import AveragingStage
 from shoal.averaging.exchange import Exchange
 from shoal.optim.grad_averager import GradientAverager
 from shoal.swarm.protocol.messages import Result
-from tests.optim.swarm_of_averagers import started, wait_until
+from tests.optim.swarm_of_averagers import started
+from tests.waiting import wait_until
 
 
 def models(count: int) -> list[nn.Linear]:

@@ -7,7 +7,8 @@ from statistics import median
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, gaps, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, gaps, training
+from tests.waiting import wait_until
 
 ALONE = "going on with this peer's own gradients"
 

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -20,7 +20,7 @@ from shoal.optim.group_options import GroupOptions
 from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.conftest import Alone
 from tests.optim.models import flat, make_model
-from tests.optim.processes import wait_until
+from tests.waiting import wait_until
 
 Peers = list[tuple[torch.nn.Module, shoal.Optimizer]]
 Make = Callable[[Any], torch.optim.Optimizer]

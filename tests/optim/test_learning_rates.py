@@ -15,7 +15,8 @@ import torch
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 Peers = list[tuple[torch.nn.Module, shoal.Optimizer]]
 

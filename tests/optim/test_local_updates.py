@@ -9,7 +9,8 @@ from shoal.compression import NoCompression, TensorRole
 from shoal.flat import Layout
 from shoal.optim.state import SharedTensors
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 SHARES = [(0, 24), (24, 64)]
 EPOCHS = 6

@@ -18,14 +18,9 @@ from shoal.membership import Part
 from shoal.membership.holder import Holder
 from shoal.swarm import gate as gates
 from tests.optim.closed_runs import Club
-from tests.optim.processes import wait_until
+from tests.waiting import wait_until
 
 SECOND = 1 / 86400  # of a day
-
-
-@pytest.fixture
-def club(tmp_path: Path) -> Club:
-    return Club(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +16,12 @@ import shoal
 from shoal.membership import OwnerKey
 from tests.optim.closed_runs import Club
 from tests.optim.models import make_model
-from tests.optim.processes import Pool, events, training, wait_until
+from tests.optim.processes import Pool, events, training
 from tests.peers import PeerProcess
+from tests.waiting import wait_until
 
 FORGED_EPOCH = 1_000_003
 FAST = {"matchmaking_time": 3.0, "averaging_timeout": 10.0}
-
-
-@pytest.fixture
-def club(tmp_path: Path) -> Club:
-    return Club(tmp_path)
 
 
 def keys(club: Club, *arguments: str) -> str:

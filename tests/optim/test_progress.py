@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +19,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Role
 from tests.optim.conftest import Clock
+from tests.waiting import wait_until
 
 GENESIS = Tip.genesis("run")
 
@@ -100,13 +101,6 @@ def wait_for(reports: list[float], expected: list[float]) -> None:
     while reports != expected:
         assert time.monotonic() < deadline, reports
         time.sleep(0.001)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def test_waits_only_when_the_answer_can_matter(swarm: FakeRun, tracker: RunProgress) -> None:

@@ -13,6 +13,7 @@ import pytest
 import shoal
 from shoal.optim.progress_tracker import PATIENCE, ProgressTracker
 from shoal.swarm.protocol.errors import Rejected
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -44,13 +45,6 @@ def make() -> Iterator[Make]:
             return made
 
         yield tracker
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 class Worker(threading.Thread):

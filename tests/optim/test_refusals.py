@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Peers, Pool, by_epoch, events, gaps, training, wait_until
+from tests.optim.processes import Peers, Pool, by_epoch, events, gaps, training
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 
 def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:

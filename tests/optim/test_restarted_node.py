@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.optim.processes import Pool, events, training, wait_until
+from tests.optim.processes import Pool, events, training
 from tests.peers import PeerProcess
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 

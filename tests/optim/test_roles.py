@@ -11,7 +11,8 @@ from blake3 import blake3
 import shoal
 from shoal.flat import bytes_of
 from tests.optim.models import OPTIMIZERS, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 SHARES = [(0, 8), (8, 40), (40, 64)]
 EPOCHS = 6

@@ -14,7 +14,8 @@ from torch import nn
 
 import shoal
 from shoal.optim.state_averager import TrainingStateAverager
-from tests.optim.swarm_of_averagers import started, wait_until
+from tests.optim.swarm_of_averagers import started
+from tests.waiting import wait_until
 
 ADAM = partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.9))
 DECAY = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda t: 1.0 / max(1, t))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Peers, Pool, events, training, wait_until
+from tests.optim.processes import Peers, Pool, events, training
+from tests.waiting import wait_until
 
 SHARES = [(0, 8), (8, 40), (40, 64)]
 EPOCHS = 6

@@ -11,7 +11,8 @@ import torch
 import shoal
 from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Pool, by_epoch, events, training, wait_until
+from tests.optim.processes import Pool, by_epoch, events, training
+from tests.waiting import wait_until
 
 
 def lone(dht: shoal.DHT, seed: int = 0) -> tuple[torch.nn.Module, shoal.Optimizer]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, events, gaps, training, wait_until
+from tests.optim.processes import Pool, events, gaps, training
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
 

@@ -23,9 +23,9 @@ from shoal.swarm.loading import refusal
 from shoal.swarm.losses import PutOut
 from shoal.swarm.protocol.messages import Pause
 from shoal.swarm.protocol.tip import Tip
-from tests.monitor.processes import wait_until
 from tests.optim.conftest import Alone
 from tests.optim.models import backward, fixed_batch, make_model
+from tests.waiting import wait_until
 
 GIVEN: dict[str, Any] = {"target_batch_size": 16, "batch_size_per_step": 8}
 

@@ -29,16 +29,13 @@ from shoal.optim.reports import Event
 from shoal.outer.exact_sgd import ExactSGD
 from tests.cluster.killed import die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
+from tests.telling import say
 
 FACTORIES = {
     "GradientAverager": shoal.GradientAverager,
     "PowerSGDGradientAverager": functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2),
 }
 REAL_MACHINE = machines.this_machine
-
-
-def say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
 
 
 class Log(logging.Handler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from tests.repository.provocations import (  # noqa: F401 (they register what th
     schedule_free,
     warnings,
 )
-
-
-@pytest.fixture(scope="module")
-def dht() -> Iterator[shoal.DHT]:
-    with shoal.DHT(start=True) as dht:
-        yield dht
 
 
 def test_nothing_is_provoked_that_no_table_has() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ import torch.distributed as dist
 import shoal
 from shoal.sharding import Join
 from tests.sharding.zero_models import batches, copies, loss_of
+from tests.telling import die
 
 BAD = 1
 """The rank that goes wrong."""
@@ -57,10 +56,6 @@ def stay_silent() -> None:
     others = [rank for rank in range(dist.get_world_size()) if rank != BAD]
     store = dist.distributed_c10d._get_default_store()
     store.wait([f"done/{rank}" for rank in others], timedelta(seconds=10 * SILENCE))
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_killed_between_steps() -> None:
