@@ -63,6 +63,7 @@ def test_peers_of_other_bits_are_not_averaged_with() -> None:
         assert all(len(control.result(60.0)) == 2 for control in controls)
 
 
+@pytest.mark.usefixtures("others_are_awaited")  # the members of a group may find each other one by one
 def test_groups_of_one_set_of_bits_list_what_their_members_gather() -> None:
     tensors = [[torch.ones(1)] for _ in range(8)]
     with averagers(tensors, target_group_size=4, min_matchmaking_time=20.0, initial_group_bits="000") as peers:
