@@ -75,7 +75,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     release: Release = ""
 
 
-class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
+class LinkKept(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """The link stays. The listener answers a hello with this, and the dialler answers in turn if its peer id is the
     smaller.
     """
@@ -154,7 +154,7 @@ class Moved(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """The last message over a link. All later messages come over the link that replaces it."""
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
+Said = Challenge | Hello | LinkKept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -175,6 +175,11 @@ def decode(payload: memoryview) -> Said:
         if said.version != VERSION:
             raise ValueError(other_version(said.version, said.release))
     return said
+
+
+def unexpected(said: Said) -> ValueError:
+    """The error of a message that may not come now."""
+    return ValueError(f"{type(said).__name__} is not expected now")
 
 
 def other_version(version: int, release: Release = "") -> str:

@@ -15,15 +15,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
 from shoal.p2p import congestion, forks, tcp
-from shoal.p2p.buffers import ASK_AGAIN, Buffers
+from shoal.p2p.buffers import ASK_AGAIN
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost
 from shoal.p2p.identity import PeerID
-from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
 from shoal.p2p.sealing import (
     MAX_MESSAGE_BYTES,
@@ -33,18 +31,18 @@ from shoal.p2p.sealing import (
     TAG_BYTES,
     BrokenFrame,
     Header,
-    Keys,
+    LaneKeys,
     Opener,
     Sealer,
     sealed_bytes,
 )
+from shoal.p2p.shared import Shared
 
 MAX_CONNECTIONS: Final = 4
 # bytes that wait to be sealed; more than this peer ever owes to one that follows the protocol
 QUEUE_BYTES: Final = 128 << 20
 SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane: bytes that came without a target and are still referred to
 LEAST_SHARE: Final = 64 << 10  # of these bytes, the least that each chunk counts
-MEMORY_BYTES: Final = 4 << 30  # of all lanes: bytes of chunks under way, and scratch
 OPENING_SECONDS: Final = 60.0  # generous, because a process may be stopped for a while
 PATIENCE: Final = 10.0  # while others wait for memory, a chunk under way must move in this many seconds
 LEAST_BYTES: Final = 64 << 10  # at least this many bytes
@@ -53,18 +51,6 @@ _GOODBYE: Final = Header(0, bytes(NAME_BYTES), b"shoal lane over")
 _PATIENCE = struct.Struct("ll")  # struct timeval
 
 Address = tuple[str, int] | tuple[str, int, int, int]
-
-
-@dataclass
-class Shared:
-    """The resources that all lanes of a peer share: registered targets of chunks, memory for chunks under way, and rate
-    limits.
-    """
-
-    leases: Leases
-    upload: Limit
-    download: Limit
-    buffers: Buffers = field(default_factory=lambda: Buffers(MEMORY_BYTES))
 
 
 class _Chunk(NamedTuple):
@@ -120,7 +106,7 @@ class Lane:
 
     # -- connections
 
-    def dial(self, where: Address | socket.socket, token: bytes, keys: Keys) -> None:
+    def dial(self, where: Address | socket.socket, token: bytes, keys: LaneKeys) -> None:
         """Add a connection to that address, where `token` is known. `where` may also be a connection that leads there
         already.
         """
@@ -129,7 +115,7 @@ class Lane:
         family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
         self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (where, token)))
 
-    def accept(self, accepted: socket.socket, keys: Keys) -> None:
+    def accept(self, accepted: socket.socket, keys: LaneKeys) -> None:
         """Add a connection that began with a token for this lane. The token has been read already."""
         self._add(_Connection(self, accepted, keys, None))
 
@@ -159,7 +145,11 @@ class Lane:
         self._tell()
 
     def finish(self) -> None:
-        """End the lane when all queued chunks have been sent."""
+        """End the lane when all queued chunks have been sent.
+
+        If both sides have left the lane, send a goodbye over each connection. When the other side has done so too, all
+        chunks have come. Then the lane is over, with the reason "".
+        """
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
@@ -177,13 +167,6 @@ class Lane:
             self._queue.clear()
             self._queued = 0
             return left
-
-    def part(self) -> None:
-        """The other side has left this lane as well: send a goodbye over each connection.
-
-        When the other side has done so too, all chunks have come. Then the lane is over, with the reason "".
-        """
-        self.finish()
 
     def ended(self, connection: _Connection, why_not: str) -> None:
         """This connection has ended, after its chunks were delivered; or it has never opened."""
@@ -318,7 +301,7 @@ class _Connection:
     """
 
     def __init__(
-        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address | None, bytes] | None
+        self, lane: Lane, connection: socket.socket, keys: LaneKeys, dialled: tuple[Address | None, bytes] | None
     ) -> None:
         self.socket = connection
         self.reader = threading.Thread(target=self._run, name="shoal-lane-in", daemon=True)
