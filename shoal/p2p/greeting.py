@@ -25,7 +25,7 @@ TOKEN_BYTES = 32
 # The first byte of a connection to the port for links that is not a link. TLS never begins with these bytes.
 LANE_BYTE = b"\0"  # begins the token of a lane's connection
 CIRCUIT_BYTE = b"\1"  # begins the token of an end of a circuit
-_MAX_REASON = 1024
+MAX_REASON = 1024
 _MAX_HOST = 64  # characters of a numeric address
 # The first bytes of version 1, which used ZeroMQ's protocol (ZMTP), and the answer to them.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
@@ -84,7 +84,7 @@ class LinkKept(msgspec.Struct, tag=2, array_like=True, frozen=True):
 class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """The answer to a hello that is not accepted. The link ends."""
 
-    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
 class Taken(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -188,11 +188,6 @@ def other_version(version: int, release: Release = "") -> str:
     if release:
         theirs, mine = f"{theirs} (Shoal {release})", f"{mine} (Shoal {RELEASE})"
     return f"it speaks {theirs}, {mine}; {how_to_match(release)}"
-
-
-def refusal(reason: str) -> Refusal:
-    """A refusal, with as much of its reason as fits."""
-    return Refusal(reason[:_MAX_REASON])
 
 
 def signed(dialler: PeerID, listener: PeerID, instance: bytes, nonce: bytes, certificate: bytes) -> bytes:

@@ -18,36 +18,25 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from shoal.p2p import congestion, forks, tcp
+from shoal.p2p import congestion, forks, sealing, tcp
 from shoal.p2p.buffers import ASK_AGAIN
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost
 from shoal.p2p.identity import PeerID
 from shoal.p2p.limit import Limit
-from shoal.p2p.sealing import (
-    MAX_MESSAGE_BYTES,
-    MAX_PAYLOAD_BYTES,
-    NAME_BYTES,
-    SEALED_HEADER_BYTES,
-    TAG_BYTES,
-    BrokenFrame,
-    Header,
-    LaneKeys,
-    Opener,
-    Sealer,
-    sealed_bytes,
-)
+from shoal.p2p.sealing import BrokenFrame, Header, LaneKeys, Opener, Sealer
 from shoal.p2p.shared import Shared
 
 MAX_CONNECTIONS: Final = 4
 # bytes that wait to be sealed; more than this peer ever owes to one that follows the protocol
 QUEUE_BYTES: Final = 128 << 20
-SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane: bytes that came without a target and are still referred to
+# of one lane: bytes that came without a target and are still referred to
+SCRATCH_BYTES: Final = 6 * sealing.MAX_PAYLOAD_BYTES
 LEAST_SHARE: Final = 64 << 10  # of these bytes, the least that each chunk counts
 OPENING_SECONDS: Final = 60.0  # generous, because a process may be stopped for a while
 PATIENCE: Final = 10.0  # while others wait for memory, a chunk under way must move in this many seconds
 LEAST_BYTES: Final = 64 << 10  # at least this many bytes
-_HELLO: Final = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
-_GOODBYE: Final = Header(0, bytes(NAME_BYTES), b"shoal lane over")
+_HELLO: Final = Header(0, bytes(sealing.NAME_BYTES), b"shoal lane 1")
+_GOODBYE: Final = Header(0, bytes(sealing.NAME_BYTES), b"shoal lane over")
 _PATIENCE = struct.Struct("ll")  # struct timeval
 
 Address = tuple[str, int] | tuple[str, int, int, int]
@@ -222,7 +211,11 @@ class Lane:
                 MAX_MESSAGE_BYTES.
         """
         memory = memory.cast("B")
-        if not 0 < len(memory) <= MAX_PAYLOAD_BYTES or len(message) > MAX_MESSAGE_BYTES or len(name) != NAME_BYTES:
+        if (
+            not 0 < len(memory) <= sealing.MAX_PAYLOAD_BYTES
+            or len(message) > sealing.MAX_MESSAGE_BYTES
+            or len(name) != sealing.NAME_BYTES
+        ):
             raise MessageTooLarge(f"a chunk of {len(memory)} bytes, a message of {len(message)} breaks the bounds")
         with self._changed:
             if self.over.is_set():
@@ -252,7 +245,7 @@ class Lane:
                 self._changed.wait_for(lambda: self._queue or self._finishing or self.over.is_set())
                 if self.over.is_set() or not self._queue:
                     return None
-                memory = self.shared.buffers.take(sealed_bytes(self._queue[0].header.size))
+                memory = self.shared.buffers.take(sealing.sealed_bytes(self._queue[0].header.size))
                 if memory is not None:
                     break
                 self._changed.wait(ASK_AGAIN)
@@ -352,7 +345,7 @@ class _Connection:
                 if self._lane.over.is_set():  # the lane ended before there was a connection to shut down
                     raise PeerLost("this side ended it")
                 step()
-        sealed = memoryview(bytearray(SEALED_HEADER_BYTES))
+        sealed = memoryview(bytearray(sealing.SEALED_HEADER_BYTES))
         self._receive(sealed, time.monotonic() + OPENING_SECONDS)
         if self._opener.header(sealed) != _HELLO:
             raise BrokenFrame("the first frame is no hello")
@@ -361,7 +354,7 @@ class _Connection:
         congestion.suit(self.socket)
 
     def _sealed(self, what: Header) -> memoryview:
-        sealed = memoryview(bytearray(sealed_bytes(0)))
+        sealed = memoryview(bytearray(sealing.sealed_bytes(0)))
         self._sealer.seal(what, memoryview(b""), sealed)
         return sealed
 
@@ -382,7 +375,7 @@ class _Connection:
             self._passed(self._shared.download, got, piece, borrowed)
 
     def _read(self) -> None:
-        sealed_header = memoryview(bytearray(SEALED_HEADER_BYTES))
+        sealed_header = memoryview(bytearray(sealing.SEALED_HEADER_BYTES))
         while True:
             self._receive(sealed_header)
             header = self._opener.header(sealed_header)
@@ -390,7 +383,7 @@ class _Connection:
                 return
             if not header.size:
                 raise BrokenFrame("a chunk without bytes")
-            sealed = self._lane.memory(header.size + TAG_BYTES)
+            sealed = self._lane.memory(header.size + sealing.TAG_BYTES)
             self._receive(sealed, borrowed=True)
             memory = self._opened(header, sealed)
             self._lane.passed = True

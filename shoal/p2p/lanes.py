@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -23,6 +23,8 @@ TOKEN_SECONDS: Final = 60.0
 AGAIN_SECONDS: Final = 1.0  # after which another connection is tried, if one did not open
 MAX_KEYS: Final = 2 * MAX_CONNECTIONS  # of one link; includes connections that did not open
 MAX_OF_ALL: Final = 1024  # connections; each has two threads
+
+ChunkHandler = Callable[[Link, bytes, memoryview], None]
 
 
 class LinkLane(Lane):
@@ -45,9 +47,8 @@ class LinkLane(Lane):
         self.link = link
         self.asked: list[tuple[Key, str]] = []
         self._keys: list[bytes] = []  # with which this side seals what it sends, one for each connection
-        self._used = self._more = (
-            0  # if this side dials: keys in use, and keys to offer when the first connection opens
-        )
+        self._used = 0  # of these, if this side dials
+        self._more = 0  # connections to dial when the first has opened
 
     def offer(self) -> None:
         """Say that this side will dial a connection, unless another link has replaced this one."""
@@ -105,12 +106,7 @@ class Lanes:
         beside: the lane beside each link that has one.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        on_chunk: Callable[[Link, bytes, memoryview], None],
-        on_over: Callable[[Link, str], None],
-    ) -> None:
+    def __init__(self, shared: Shared, on_chunk: ChunkHandler, on_over: Callable[[Link, str], None]) -> None:
         self.beside: dict[Link, LinkLane] = {}
         self._shared, self._on_chunk, self._on_over = shared, on_chunk, on_over
         self._none = asyncio.Event()  # there is no lane
@@ -185,14 +181,11 @@ class Lanes:
                 if link.route is None:
                     lane.dial(link.address, said.token, keys)
                 else:
-                    self._spawn(self._dial_by(link.route, lane, said.token, keys))
+                    task = asyncio.get_running_loop().create_task(self._dial_by(link.route, lane, said.token, keys))
+                    self._dials.add(task)
+                    task.add_done_callback(self._dials.discard)
             case _:
                 raise unexpected(said)
-
-    def _spawn(self, dial: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(dial)
-        self._dials.add(task)
-        task.add_done_callback(self._dials.discard)
 
     async def _dial_by(self, route: PeerRoute, lane: LinkLane, token: bytes, keys: LaneKeys) -> None:
         try:
@@ -227,11 +220,10 @@ class Lanes:
         """Add an accepted connection to the lane for which `token` is valid, if there is one. The lane gets a copy of
         the socket.
         """
-        lane, keys, _ = self._tokens.pop(token, (None, None, ""))
-        if lane is None or keys is None or lane.link.stage is not Stage.OPEN or lane.link not in self.beside:
-            return
-        if self._admits(lane):
-            lane.accept(connection.dup(), keys)
+        if token in self._tokens:
+            lane, keys, _ = self._tokens.pop(token)
+            if lane.link.stage is Stage.OPEN and lane.link in self.beside and self._admits(lane):
+                lane.accept(connection.dup(), keys)
 
     @property
     def connections(self) -> int:

@@ -61,11 +61,11 @@ class Greeting(IntEnum):
 
 
 class Succession(Enum):
-    """Whether a link replaces another one, or is replaced. It goes on from each to the next."""
+    """Whether a link replaces another one, or is replaced."""
 
-    SUCCEEDING = auto()  # it is to replace another one; messages wait until the other side sends no more over that
     NONE = auto()
-    EMPTIED = auto()  # another one replaces it, over which the other side sends already
+    SUCCEEDING = auto()  # it is to replace another link; messages wait until that one is `EMPTIED`, then it is `NONE`
+    EMPTIED = auto()  # the other side sends no more over it, because another link replaces it; so it stays
 
 
 class LinkEvents(Protocol):

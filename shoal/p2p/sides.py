@@ -111,7 +111,7 @@ class AcceptedLink(Link):
 
     def refuse(self, reason: str, answer: greeting.Said | None = None) -> None:
         log.info("refused a connection: %s", reason)
-        self.dismiss(answer or greeting.refusal(reason), reason)
+        self.dismiss(answer or greeting.Refusal(reason[: greeting.MAX_REASON]), reason)
 
     def _look_at_token(self) -> Wait[bool]:
         self._prepare()

@@ -22,13 +22,13 @@ from shoal.p2p.lanes import Lanes
 from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
 from shoal.p2p.link import Greeting, Link, Stage, Succession
-from shoal.p2p.listener import Admission, Listener, most_connections
+from shoal.p2p.listener import Admission, Listener, most_connections, plain
 from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
 from shoal.p2p.route import PeerRoute, Router
 from shoal.p2p.shared import Shared
 from shoal.p2p.sides import AcceptedLink, DialledLink
-from shoal.p2p.transport import Buffer, Observation, Transport, check_size
+from shoal.p2p.transport import Buffer, Observation, Transport, check_size, named
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class SocketTransport(Transport):
         self.limit = min((limit for limit in (upload_limit, download_limit) if limit is not None), default=math.inf)
         self._lanes = Lanes(self.shared, self._on_chunk, self._lane_over)
         # lost peers whose lanes are still being read
-        self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}
+        self._leaving: dict[PeerID, tuple[Link, str]] = {}
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
         self._links: set[Link] = set()  # all links that have not ended
@@ -147,8 +147,7 @@ class SocketTransport(Transport):
         reason = self._admission.refusal(where, self._lanes.connections, expected=self._lanes.expects(where))
         if reason:
             log.info("refused a connection from %s: %s", where, reason)
-            connection.close()
-            return
+            return connection.close()
         assert self._listening is not None
         link = AcceptedLink(self, connection, self._listening, self.shared)
         self._enter(link)
@@ -170,13 +169,13 @@ class SocketTransport(Transport):
 
     async def _find(self, address: Multiaddr) -> tuple[PeerID, list[IPAddress]]:
         try:
-            return _named(address), await self.resolve(address)
+            return named(address), await self.resolve(address)
         except OSError as error:
             raise PeerUnreachable(f"{address}: {error}") from error
 
     async def _dial_by(self, address: Multiaddr) -> None:
         """Dial through a relay."""
-        peer = _named(address)
+        peer = named(address)
         if self.is_connected(peer):
             return
         if self.router is None:
@@ -268,7 +267,7 @@ class SocketTransport(Transport):
     def source(self, peer: PeerID) -> str:
         link = self._peers.get(peer)
         try:
-            return _plain(link.address[0]) if link is not None and not link.relayed else ""
+            return plain(link.address[0]) if link is not None and not link.relayed else ""
         except OSError:  # it has just ended, which is reported elsewhere
             return ""
 
@@ -282,8 +281,7 @@ class SocketTransport(Transport):
         link = self._peers.pop(peer, None)
         self._end_move(peer, "this side disconnected")
         if peer in self._leaving:
-            link, _, timer = self._leaving.pop(peer)
-            timer.cancel()
+            link, _ = self._leaving.pop(peer)
         if link is not None:
             link.end("this side disconnected")
             if (lane := self._lanes.beside.get(link)) is not None:
@@ -346,8 +344,7 @@ class SocketTransport(Transport):
     def _on_chunk(self, link: Link, message: bytes, memory: memoryview) -> None:
         """A chunk has come over the lane beside a link. The link may have ended since."""
         assert link.peer is not None
-        leaving = self._leaving.get(link.peer)
-        if self._is_of(link, link.peer) or (leaving is not None and leaving[0] is link):
+        if self._is_of(link, link.peer) or self._leaving.get(link.peer, (None,))[0] is link:
             self._deliver(link.peer, memoryview(message), [memory])
 
     def _deliver(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
@@ -389,7 +386,7 @@ class SocketTransport(Transport):
             case DialledLink(nonce=b""), greeting.Challenge():
                 link.challenged(said)
             case DialledLink(greeting=Greeting.ASKED), greeting.Observed():
-                link.answered(Observation(_plain(said.host), said.port, link.socket.getsockname()[1]))
+                link.answered(Observation(plain(said.host), said.port, link.socket.getsockname()[1]))
             case DialledLink(), greeting.Refusal():
                 link.refuse(f"it refused: {said.reason}")
             case DialledLink(), greeting.Taken():
@@ -397,7 +394,7 @@ class SocketTransport(Transport):
                 link.refuse(f"it refused: {_TAKEN}")
             case AcceptedLink(greeting=Greeting.CHALLENGED), greeting.Observe():
                 host, port = link.address[:2]
-                link.dismiss(greeting.Observed(_plain(host), port), "it came to ask from where it comes")
+                link.dismiss(greeting.Observed(plain(host), port), "it came to ask from where it comes")
             case AcceptedLink(greeting=Greeting.CHALLENGED), greeting.Hello():
                 self._on_hello(link, said)
             case Link(greeting=Greeting.SAID_HELLO), greeting.LinkKept() if peer is not None:
@@ -421,9 +418,7 @@ class SocketTransport(Transport):
                 if not is_old:  # otherwise the other side did not know yet
                     self._lanes.heard(link, said)
             case greeting.Moved() if link.succession is not Succession.EMPTIED and (is_old or peer not in self._moves):
-                link.empty()
-                if is_old:  # otherwise the dialler of the new link does not know yet that it was kept
-                    self._on_moved(peer)
+                self._on_moved(link, peer)
             case _:
                 raise greeting.unexpected(said)
 
@@ -557,14 +552,16 @@ class SocketTransport(Transport):
         self._lanes.succeed(old, link)
         old.say(greeting.Moved())
         if old.succession is Succession.EMPTIED:
-            self._on_moved(peer)
+            self._on_moved(old, peer)
 
-    def _on_moved(self, peer: PeerID) -> None:
-        """The other side sends over the new link as well, and has left the old lane."""
-        self._peers[peer].release()
-        if (lane := self._lanes.beside.get(self._moves[peer])) is not None:
-            lane.finish()
-        self._finish_move(peer)
+    def _on_moved(self, old: Link, peer: PeerID) -> None:
+        """The other side sends over another link, and has left the lane beside the old one."""
+        old.empty()
+        if self._moves.get(peer) is old:  # otherwise this side, which has dialled, does not know yet that it was kept
+            self._peers[peer].release()
+            if (lane := self._lanes.beside.get(old)) is not None:
+                lane.finish()
+            self._finish_move(peer)
 
     def _finish_move(self, peer: PeerID) -> None:
         """End the old link, if all that was sent over it has come."""
@@ -605,27 +602,29 @@ class SocketTransport(Transport):
         self._end_move(peer, reason)
         if link is not None:
             link.end(reason)
-            wait = LANE_LINGER if link in self._lanes.beside else 0.0
-            timer = asyncio.get_running_loop().call_later(wait, self._left, peer)
-            self._leaving[peer] = link, reason, timer
-            if not wait:
+            self._leaving[peer] = link, reason
+            if link in self._lanes.beside:
+                asyncio.get_running_loop().call_later(LANE_LINGER, self._lane_read, link, peer)
+            else:
                 self._left(peer)
 
     def _left(self, peer: PeerID) -> None:
         """If that peer was lost: its last chunks were read, or need not be awaited. Report the loss."""
         if peer in self._leaving:
-            link, reason, timer = self._leaving.pop(peer)
-            timer.cancel()
+            link, reason = self._leaving.pop(peer)
             if (lane := self._lanes.beside.get(link)) is not None:
                 lane.end()
             self._on_lost(peer, reason)
             self._admit(peer)
 
+    def _lane_read(self, link: Link, peer: PeerID) -> None:
+        """The last chunks beside a link were read, or need not be awaited."""
+        if self._leaving.get(peer, (None,))[0] is link:
+            self._left(peer)
+
     def _lane_over(self, link: Link, reason: str) -> None:
         assert link.peer is not None
-        leaving = self._leaving.get(link.peer)
-        if leaving is not None and leaving[0] is link:
-            self._left(link.peer)
+        self._lane_read(link, link.peer)
         if self._moves.get(link.peer) is not link:
             link.end(f"its lane was lost: {reason}")
         elif reason:  # the old link may have ended normally, and nobody would notice the missing chunks
@@ -655,17 +654,5 @@ class SocketTransport(Transport):
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
 
 
-def _named(address: Multiaddr) -> PeerID:
-    if address.peer_id is None:
-        raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
-    return address.peer_id
-
-
 def _says_hello(link: Link) -> bool:
     return link.dialled and link.greeting >= Greeting.SAID_HELLO
-
-
-def _plain(host: str) -> str:
-    """A numeric address as people write it: IPv4 without the IPv6 around it, and no zone."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    return str(getattr(address, "ipv4_mapped", None) or address)
