@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Protocol
 
 PATIENCE = 10.0  # seconds that a message may take while others wait for its memory
 
-Holder = TypeVar("Holder", bound=Hashable)
+
+class Holder(Protocol):
+    """Has a piece of a budget."""
+
+    def end(self, reason: str) -> None:
+        """Give everything back, because others wait for it."""
 
 
-class Budget(Generic[Holder]):
+class Budget:
     """Shares a number of bytes among holders. Each holder has one piece at most, and holders may wait for theirs.
 
     Args:

@@ -25,7 +25,7 @@ TOKEN_BYTES = 32
 # The first byte of a connection to the port for links that is not a link. TLS never begins with these bytes.
 LANE_BYTE = b"\0"  # begins the token of a lane's connection
 CIRCUIT_BYTE = b"\1"  # begins the token of an end of a circuit
-_MAX_REASON = 1024
+MAX_REASON = 1024
 _MAX_HOST = 64  # characters of a numeric address
 # The first bytes of version 1, which used ZeroMQ's protocol (ZMTP), and the answer to them.
 FIRST_VERSION = b"\xff\0\0\0\0\0\0\0\1\x7f"
@@ -75,7 +75,7 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     release: Release = ""
 
 
-class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
+class LinkKept(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """The link stays. The listener answers a hello with this, and the dialler answers in turn if its peer id is the
     smaller.
     """
@@ -84,7 +84,7 @@ class Kept(msgspec.Struct, tag=2, array_like=True, frozen=True):
 class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """The answer to a hello that is not accepted. The link ends."""
 
-    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
 class Taken(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -154,7 +154,7 @@ class Moved(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """The last message over a link. All later messages come over the link that replaces it."""
 
 
-Said = Challenge | Hello | Kept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
+Said = Challenge | Hello | LinkKept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -177,17 +177,17 @@ def decode(payload: memoryview) -> Said:
     return said
 
 
+def unexpected(said: Said) -> ValueError:
+    """The error of a message that may not come now."""
+    return ValueError(f"{type(said).__name__} is not expected now")
+
+
 def other_version(version: int, release: Release = "") -> str:
     """What is told of a peer that speaks that version of the protocol."""
     theirs, mine = f"version {version} of Shoal's protocol", f"this peer version {VERSION}"
     if release:
         theirs, mine = f"{theirs} (Shoal {release})", f"{mine} (Shoal {RELEASE})"
     return f"it speaks {theirs}, {mine}; {how_to_match(release)}"
-
-
-def refusal(reason: str) -> Refusal:
-    """A refusal, with as much of its reason as fits."""
-    return Refusal(reason[:_MAX_REASON])
 
 
 def signed(dialler: PeerID, listener: PeerID, instance: bytes, nonce: bytes, certificate: bytes) -> bytes:

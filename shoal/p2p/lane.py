@@ -15,56 +15,31 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from shoal.p2p import congestion, forks, tcp
-from shoal.p2p.buffers import ASK_AGAIN, Buffers
+from shoal.p2p import congestion, forks, sealing, tcp
+from shoal.p2p.buffers import ASK_AGAIN
 from shoal.p2p.errors import MessageTooLarge, P2PError, PeerLost
 from shoal.p2p.identity import PeerID
-from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
-from shoal.p2p.sealing import (
-    MAX_MESSAGE_BYTES,
-    MAX_PAYLOAD_BYTES,
-    NAME_BYTES,
-    SEALED_HEADER_BYTES,
-    TAG_BYTES,
-    BrokenFrame,
-    Header,
-    Keys,
-    Opener,
-    Sealer,
-    sealed_bytes,
-)
+from shoal.p2p.sealing import BrokenFrame, Header, LaneKeys, Opener, Sealer
+from shoal.p2p.shared import Shared
 
 MAX_CONNECTIONS: Final = 4
 # bytes that wait to be sealed; more than this peer ever owes to one that follows the protocol
 QUEUE_BYTES: Final = 128 << 20
-SCRATCH_BYTES: Final = 6 * MAX_PAYLOAD_BYTES  # of one lane: bytes that came without a target and are still referred to
+# of one lane: bytes that came without a target and are still referred to
+SCRATCH_BYTES: Final = 6 * sealing.MAX_PAYLOAD_BYTES
 LEAST_SHARE: Final = 64 << 10  # of these bytes, the least that each chunk counts
-MEMORY_BYTES: Final = 4 << 30  # of all lanes: bytes of chunks under way, and scratch
 OPENING_SECONDS: Final = 60.0  # generous, because a process may be stopped for a while
 PATIENCE: Final = 10.0  # while others wait for memory, a chunk under way must move in this many seconds
 LEAST_BYTES: Final = 64 << 10  # at least this many bytes
-_HELLO: Final = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
-_GOODBYE: Final = Header(0, bytes(NAME_BYTES), b"shoal lane over")
+_HELLO: Final = Header(0, bytes(sealing.NAME_BYTES), b"shoal lane 1")
+_GOODBYE: Final = Header(0, bytes(sealing.NAME_BYTES), b"shoal lane over")
 _PATIENCE = struct.Struct("ll")  # struct timeval
 
 Address = tuple[str, int] | tuple[str, int, int, int]
-
-
-@dataclass
-class Shared:
-    """The resources that all lanes of a peer share: registered targets of chunks, memory for chunks under way, and rate
-    limits.
-    """
-
-    leases: Leases
-    upload: Limit
-    download: Limit
-    buffers: Buffers = field(default_factory=lambda: Buffers(MEMORY_BYTES))
 
 
 class _Chunk(NamedTuple):
@@ -120,7 +95,7 @@ class Lane:
 
     # -- connections
 
-    def dial(self, where: Address | socket.socket, token: bytes, keys: Keys) -> None:
+    def dial(self, where: Address | socket.socket, token: bytes, keys: LaneKeys) -> None:
         """Add a connection to that address, where `token` is known. `where` may also be a connection that leads there
         already.
         """
@@ -129,7 +104,7 @@ class Lane:
         family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
         self._add(_Connection(self, socket.socket(family, socket.SOCK_STREAM), keys, (where, token)))
 
-    def accept(self, accepted: socket.socket, keys: Keys) -> None:
+    def accept(self, accepted: socket.socket, keys: LaneKeys) -> None:
         """Add a connection that began with a token for this lane. The token has been read already."""
         self._add(_Connection(self, accepted, keys, None))
 
@@ -159,7 +134,11 @@ class Lane:
         self._tell()
 
     def finish(self) -> None:
-        """End the lane when all queued chunks have been sent."""
+        """End the lane when all queued chunks have been sent.
+
+        If both sides have left the lane, send a goodbye over each connection. When the other side has done so too, all
+        chunks have come. Then the lane is over, with the reason "".
+        """
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
@@ -177,13 +156,6 @@ class Lane:
             self._queue.clear()
             self._queued = 0
             return left
-
-    def part(self) -> None:
-        """The other side has left this lane as well: send a goodbye over each connection.
-
-        When the other side has done so too, all chunks have come. Then the lane is over, with the reason "".
-        """
-        self.finish()
 
     def ended(self, connection: _Connection, why_not: str) -> None:
         """This connection has ended, after its chunks were delivered; or it has never opened."""
@@ -239,7 +211,11 @@ class Lane:
                 MAX_MESSAGE_BYTES.
         """
         memory = memory.cast("B")
-        if not 0 < len(memory) <= MAX_PAYLOAD_BYTES or len(message) > MAX_MESSAGE_BYTES or len(name) != NAME_BYTES:
+        if (
+            not 0 < len(memory) <= sealing.MAX_PAYLOAD_BYTES
+            or len(message) > sealing.MAX_MESSAGE_BYTES
+            or len(name) != sealing.NAME_BYTES
+        ):
             raise MessageTooLarge(f"a chunk of {len(memory)} bytes, a message of {len(message)} breaks the bounds")
         with self._changed:
             if self.over.is_set():
@@ -269,7 +245,7 @@ class Lane:
                 self._changed.wait_for(lambda: self._queue or self._finishing or self.over.is_set())
                 if self.over.is_set() or not self._queue:
                     return None
-                memory = self.shared.buffers.take(sealed_bytes(self._queue[0].header.size))
+                memory = self.shared.buffers.take(sealing.sealed_bytes(self._queue[0].header.size))
                 if memory is not None:
                     break
                 self._changed.wait(ASK_AGAIN)
@@ -318,7 +294,7 @@ class _Connection:
     """
 
     def __init__(
-        self, lane: Lane, connection: socket.socket, keys: Keys, dialled: tuple[Address | None, bytes] | None
+        self, lane: Lane, connection: socket.socket, keys: LaneKeys, dialled: tuple[Address | None, bytes] | None
     ) -> None:
         self.socket = connection
         self.reader = threading.Thread(target=self._run, name="shoal-lane-in", daemon=True)
@@ -369,7 +345,7 @@ class _Connection:
                 if self._lane.over.is_set():  # the lane ended before there was a connection to shut down
                     raise PeerLost("this side ended it")
                 step()
-        sealed = memoryview(bytearray(SEALED_HEADER_BYTES))
+        sealed = memoryview(bytearray(sealing.SEALED_HEADER_BYTES))
         self._receive(sealed, time.monotonic() + OPENING_SECONDS)
         if self._opener.header(sealed) != _HELLO:
             raise BrokenFrame("the first frame is no hello")
@@ -378,7 +354,7 @@ class _Connection:
         congestion.suit(self.socket)
 
     def _sealed(self, what: Header) -> memoryview:
-        sealed = memoryview(bytearray(sealed_bytes(0)))
+        sealed = memoryview(bytearray(sealing.sealed_bytes(0)))
         self._sealer.seal(what, memoryview(b""), sealed)
         return sealed
 
@@ -399,7 +375,7 @@ class _Connection:
             self._passed(self._shared.download, got, piece, borrowed)
 
     def _read(self) -> None:
-        sealed_header = memoryview(bytearray(SEALED_HEADER_BYTES))
+        sealed_header = memoryview(bytearray(sealing.SEALED_HEADER_BYTES))
         while True:
             self._receive(sealed_header)
             header = self._opener.header(sealed_header)
@@ -407,7 +383,7 @@ class _Connection:
                 return
             if not header.size:
                 raise BrokenFrame("a chunk without bytes")
-            sealed = self._lane.memory(header.size + TAG_BYTES)
+            sealed = self._lane.memory(header.size + sealing.TAG_BYTES)
             self._receive(sealed, borrowed=True)
             memory = self._opened(header, sealed)
             self._lane.passed = True

@@ -9,25 +9,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from shoal.p2p import forks, frames, greeting, tcp
-from shoal.p2p.budget import Budget
 from shoal.p2p.errors import PeerUnreachable
-from shoal.p2p.frames import Kind
+from shoal.p2p.frames import FrameKind
 from shoal.p2p.identity import PeerID
-from shoal.p2p.lane import Address, Lane
-from shoal.p2p.limit import Limit
-from shoal.p2p.route import Route
-from shoal.p2p.transport import LARGE_BYTES
+from shoal.p2p.lane import Address
+from shoal.p2p.route import PeerRoute
+from shoal.p2p.shared import Shared
+from shoal.p2p.transport import LARGE_BYTES, Observation
 
 log = logging.getLogger(__name__)
 
@@ -52,108 +50,78 @@ class Stage(Enum):
     ENDED = auto()  # `end` was called, or the connection was lost
 
 
-class LinkEvents(ABC):
+class Greeting(IntEnum):
+    """How far the greeting of a link has come. It goes on from each to the next, and from any to `KEPT`."""
+
+    ASKED = auto()  # there is none: this side has dialled only to ask from which address the link comes
+    BEGUN = auto()  # nobody has said anything
+    CHALLENGED = auto()  # the listener has sent its challenge
+    SAID_HELLO = auto()  # the dialler has said hello, so that the listener may keep the link
+    KEPT = auto()  # the link is open, or another link to the same start of the peer stays; or the question is answered
+
+
+class Succession(Enum):
+    """Whether a link replaces another one, or is replaced."""
+
+    NONE = auto()
+    SUCCEEDING = auto()  # it is to replace another link; messages wait until that one is `EMPTIED`, then it is `NONE`
+    EMPTIED = auto()  # the other side sends no more over it, because another link replaces it; so it stays
+
+
+class LinkEvents(Protocol):
     """Receives the events of links. All methods are called on the loop's thread."""
 
-    @abstractmethod
     def secured(self, link: Link) -> None:
         """The TLS handshake is complete. Only control messages may pass until `Link.open` is called."""
 
-    @abstractmethod
     def heard(self, link: Link, payload: memoryview) -> None:
-        """A control message of the other side's transport has arrived.
-
-        Raises:
-            ValueError: if the other side may not say that now; `broke` is called then.
+        """A control message of the other side's transport has arrived. Raises ValueError if the other side may not say
+        that now.
         """
 
-    @abstractmethod
     def received(self, link: Link, header: memoryview, buffers: Sequence[memoryview]) -> None:
         """A message has arrived over an open link."""
 
-    @abstractmethod
-    def broke(self, link: Link, reason: str) -> None:
-        """The other side has sent what it may not send. The link goes on until somebody ends it."""
+    def token_came(self, link: Link, token: bytes) -> None:
+        """The accepted connection is no link: it begins with the token of a lane or of a circuit."""
 
-    @abstractmethod
-    def lane_came(self, link: Link, token: bytes) -> None:
-        """The accepted connection is no link: it begins with the token of a lane."""
-
-    @abstractmethod
-    def circuit_came(self, link: Link, token: bytes) -> None:
-        """The accepted connection is no link: it begins with the token of a circuit."""
-
-    @abstractmethod
     def ended(self, link: Link, reason: str) -> None:
         """The link has ended. Called once, last, and never from within a call of the link's methods."""
 
 
-class Link:
+class Link(ABC):
     """A connection, from its beginning to its end.
 
     Args:
         events: receives the events.
         connection: a socket that does not block; only this link uses it.
         context: the TLS context.
-        address: the address that this side dials; None if the other side has dialled, or there is a route.
-        route: the route by which this side has connected; None if there is none.
-        relayed: whether the connection leads through a relay.
-        limits: the limits of upload and download that this link shares with others.
-        budget: the memory for large messages that this link shares with others.
+        shared: the resources that this link shares with others.
 
     Attributes:
+        dialled: whether this side has dialled.
         peer: the peer at the other end. If this side dialled, it is the peer that was dialled; if not, it is None until
             the other side has proven who it is.
         instance: identifies one start of that peer; b"" until it is known.
         nonce: the nonce that the dialler signs.
-        certificate: if this side dialled: the other side's certificate, as DER.
-        challenged: if this side dialled: done when the listener has sent its challenge.
-        outcome: if this side dialled: done when messages can pass, or never will.
-        said_hello: if this side dialled: whether it has said hello, so that the listener may keep the link.
-        succeeds: if this side dialled: whether the link is to replace another one.
-        succeeded: whether another link has replaced this one, so that this one is about to end.
-        emptied: whether the other side sends no more over this link, because another one replaces it.
-        held: whether incoming messages wait until `release`.
-        asks: if this side dialled: whether the link only asks from which address it comes, and then ends.
-        observed: the answer to that question.
-        error: if this side dialled: the type of the error that the dialler gets when the link has ended.
-        lane: the lane beside this link, if there is one.
-        keys: the keys with which this side seals what it sends, one for each connection of the lane.
-        dialled_lanes: if this side dialled: the number of keys in use.
-        more: if this side dialled: the number of connections to dial when the first has opened.
-        asked: the other side's keys for connections of the lane that it may not dial yet, and the address from which it
-            will dial each.
+        route: the route by which this side has connected; None if there is none.
+        relayed: whether the connection leads through a relay.
+        observed: if this side has dialled to ask from which address the link comes: the answer.
     """
 
-    def __init__(
-        self,
-        events: LinkEvents,
-        connection: socket.socket,
-        context: ssl.SSLContext,
-        address: Address | None,
-        route: Route | None,
-        relayed: bool,
-        limits: tuple[Limit, Limit],
-        budget: Budget[Link],
-    ) -> None:
+    dialled: ClassVar[bool]
+
+    def __init__(self, events: LinkEvents, connection: socket.socket, context: ssl.SSLContext, shared: Shared) -> None:
         self.socket = connection
-        self.dialled = address is not None or route is not None
-        self.route, self.relayed = route, relayed
         self.peer: PeerID | None = None
-        self.instance = self.nonce = self.certificate = b""
-        self.said_hello = self.succeeds = self.succeeded = self.emptied = self.held = self.asks = False
-        self.observed: greeting.Observed | None = None
-        self.error: type[PeerUnreachable] = PeerUnreachable
-        self.lane: Lane | None = None
-        self.keys: list[bytes] = []
-        self.dialled_lanes = self.more = 0
-        self.asked: list[tuple[greeting.Key, str]] = []
-        self.stage = Stage.CONNECTING
-        self._events = events
-        self._budget = budget
+        self.instance = self.nonce = b""
+        self.route: PeerRoute | None = None
+        self.relayed = False
+        self.observed: Observation | None = None
+        self.stage, self.greeting, self.succession = Stage.CONNECTING, Greeting.BEGUN, Succession.NONE
+        self._events, self._shared = events, shared
         self._loop = asyncio.get_running_loop()
-        self.challenged: asyncio.Future[None] = self._loop.create_future()
-        self.outcome: asyncio.Future[None] = self._loop.create_future()
+        self._turn: asyncio.Future[None] = self._loop.create_future()  # done when the greeting goes on
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not self.dialled)
         self._received = 0  # bytes, encrypted
@@ -161,16 +129,12 @@ class Link:
         self._unsent = bytearray()  # those of them that the kernel has not taken
         self._sent_at = self._loop.time()  # when the kernel last took bytes
         self._deaf = False  # sending has failed: the other side receives no more
-        self._upload, self._download = limits
         self._paying = False  # whether it waits because of the upload limit
-        self._large_in = self._large_out = 0  # bytes of large messages that have come, and that were queued
+        self._large = 0  # bytes of large messages that have come, and that were queued
         self._passed = 0  # those of them that are known to have passed
         self._steps = 0
-        self._writes = False  # whether the loop watches for room in the kernel
         self._timer = self._loop.call_later(PROOF_TIMEOUT, self.end, "it did not prove who it is in time")
         forks.close_in_children(connection)
-        self._life = self._run(address)
-        self._go_on()
 
     @property
     def address(self) -> Address:
@@ -182,8 +146,44 @@ class Link:
         """Both sides have proven their identity: messages may pass."""
         self.stage = Stage.OPEN
         self._timer.cancel()
+        self._go_to(Greeting.KEPT)
+
+    def succeed(self, old: Link) -> None:
+        """Opens in place of `old`."""
+        self.succession = Succession.NONE if old.succession is Succession.EMPTIED else Succession.SUCCEEDING
+        self.open()
+
+    def empty(self) -> None:
+        """The other side sends no more over this link, because another one replaces it."""
+        self.succession = Succession.EMPTIED
+
+    async def until(self, wanted: Greeting) -> None:
+        """Waits until the greeting has come that far. Only one task may wait. Raises the error with which the link has
+        ended if it ends before.
+        """
+        while self.greeting < wanted:
+            await self._turn
+
+    def _go_to(self, greeting: Greeting) -> None:
+        self.greeting = greeting
+        self._wake()
+
+    def _wake(self) -> None:
+        turn, self._turn = self._turn, self._loop.create_future()
+        if not turn.done():
+            turn.set_result(None)
 
     # -- end
+
+    @abstractmethod
+    def refuse(self, reason: str, answer: greeting.Said | None = None) -> None:
+        """Ends the link because the other side may not have it. If that one has dialled, it is told so: the answer, or
+        else the reason."""
+
+    def give_way(self) -> None:
+        """Ends the link because another one of the same start of the peer stays."""
+        self._go_to(Greeting.KEPT)
+        self.end("another link stays")
 
     def finish(self, seconds: float, reason: str) -> None:
         """Ends the link when all queued bytes are sent and the other side has closed, or after `seconds`. Bytes that
@@ -198,7 +198,7 @@ class Link:
     def end(self, reason: str, error: type[PeerUnreachable] = PeerUnreachable) -> None:
         """Ends the link now. Queued bytes are dropped."""
         if self.stage is not Stage.ENDED:
-            self.stage, self.error = Stage.ENDED, error
+            self.stage = Stage.ENDED
             self._timer.cancel()
             self._loop.remove_reader(self.socket)
             self._loop.remove_writer(self.socket)
@@ -206,12 +206,15 @@ class Link:
             self._unsent.clear()
             del self._life  # frees the part of a message that it holds
             self._loop.call_soon(self._events.ended, self, reason)
+            self._wake()
+            self._turn.set_exception(error(reason))
+            self._turn.exception()  # otherwise asyncio would log it if nobody waits
 
     # -- out
 
     def say(self, said: greeting.Said) -> None:
         """Sends a control message to the other transport."""
-        self.send(frames.encode(Kind.CONTROL, greeting.encode(said)))
+        self.send(frames.encode(FrameKind.CONTROL, greeting.encode(said)))
 
     def send(self, frame: bytes) -> None:
         """Queues a frame. If the queue is full, the link ends. The frame is dropped if the TLS handshake is not
@@ -219,12 +222,12 @@ class Link:
         if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
             with suppress(ssl.SSLError):  # TLS has failed, which ends the link
                 self._tls.write(frame)
-            self._large_out += len(frame) if len(frame) >= LARGE_BYTES else 0
+            self._large += len(frame) if len(frame) >= LARGE_BYTES else 0
             self._flush()
 
     def _flush(self) -> None:
         """Gives the kernel as many bytes as it has room for."""
-        sealed = self._outgoing.read()
+        watched, sealed = bool(self._unsent), self._outgoing.read()
         self._sealed += len(sealed)
         self._unsent += sealed
         if len(self._unsent) > QUEUE_BYTES:
@@ -232,11 +235,11 @@ class Link:
         try:
             if self._unsent and not self._paying:
                 # Both views are released here, even if a profiler in another thread holds on to them.
-                with memoryview(self._unsent) as unsent, unsent[: self._upload.piece] as piece:
+                with memoryview(self._unsent) as unsent, unsent[: self._shared.upload.piece] as piece:
                     number = self.socket.send(piece)
                 del self._unsent[:number]
                 self._sent_at = self._loop.time()
-                if wait := self._upload.charge(number, urgent=True):
+                if wait := self._shared.upload.charge(number, urgent=True):
                     self._paying = True
                     self._loop.call_later(wait, self._paid)
         except BlockingIOError:
@@ -246,10 +249,8 @@ class Link:
             self._deaf = True
             self._unsent.clear()
         if self._unsent and not self._paying:
-            self._writes = True
             return self._loop.add_writer(self.socket, self._flush)
-        if self._writes:
-            self._writes = False
+        if watched:
             self._loop.remove_writer(self.socket)
         if not self._unsent and self.stage is Stage.FINISHING:
             with suppress(OSError):  # it has ended; the next read finds that
@@ -269,7 +270,7 @@ class Link:
         under_way = max(0, self._sealed - tcp.counts(self.socket)[0])
         # The bytes under way may be those of small messages, sent later. The count must never fall, because that would
         # mean another link.
-        self._passed = max(self._passed, self._large_in + self._large_out - under_way)
+        self._passed = max(self._passed, self._large - under_way)
         return self._passed
 
     # -- in
@@ -281,17 +282,18 @@ class Link:
             self._go_on()
 
     def release(self) -> None:
-        """Let incoming messages pass again."""
-        self.held = False
-        self.resume()
+        """All messages over the link that this one replaces have come: those over this one may pass."""
+        if self.succession is Succession.SUCCEEDING:
+            self.succession = Succession.NONE
+            self.resume()
 
     def _go_on(self) -> None:
         try:
             next(self._life)
         except ssl.SSLError as error:
-            self._events.broke(self, f"it does not speak TLS 1.3: {error.reason}")
+            self._broke(f"it does not speak TLS 1.3: {error.reason}")
         except ValueError as error:
-            self._events.broke(self, str(error))
+            self._broke(str(error))
         except OSError as error:
             self.end(f"its connection was lost: {error.strerror}")
         except StopIteration:
@@ -300,56 +302,52 @@ class Link:
             log.exception("a link failed")
             self.end("this side has failed")
 
+    def _broke(self, reason: str) -> None:
+        """The other side has sent what it may not send."""
+        if self.stage is Stage.OPEN:
+            self.end(f"it broke the rules: {reason}")
+        else:
+            self.refuse(reason)
+
     # The life of a link is a generator and not a task: a task needs one more turn of the loop for each message. The
     # generator yields until bytes have arrived, or until it is resumed.
 
-    def _run(self, address: Address | None) -> Wait[None]:
-        if address is not None:
-            number = self.socket.connect_ex(address)
-            if number == errno.EINPROGRESS:
-                self._loop.add_writer(self.socket, self._go_on)
-                yield
-                self._loop.remove_writer(self.socket)
-                number = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if number:
-                return self.end("nobody listens there" if number == errno.ECONNREFUSED else os.strerror(number))
-        self.stage = Stage.SECURING
-        tcp.prepare(self.socket)
-        self._loop.add_reader(self.socket, self._go_on)
-        first = b""
-        with_token = greeting.LANE_BYTE, greeting.CIRCUIT_BYTE
-        while not self.dialled and len(first) < (greeting.TOKEN_BYTES if first[:1] in with_token else 1):
-            first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
-        match first[:1]:
-            case greeting.LANE_BYTE:
-                return self._events.lane_came(self, first)
-            case greeting.CIRCUIT_BYTE:
-                return self._events.circuit_came(self, first)
-        self._incoming.write(first)
+    def _start(self, begin: Wait[bool]) -> None:
+        self._life = self._run(begin)
+        self._go_on()
+
+    def _run(self, begin: Wait[bool]) -> Wait[None]:
+        """Lives. `begin` returns whether there is a TCP connection for TLS."""
+        if not (yield from begin):
+            return
         yield from self._step(self._tls.do_handshake)
         self.stage = Stage.GREETING
-        self.certificate = self._tls.getpeercert(binary_form=True) or b""
         self._events.secured(self)
         while self.stage in (Stage.GREETING, Stage.OPEN):
             yield from self._hear()
+
+    def _prepare(self) -> None:
+        self.stage = Stage.SECURING
+        tcp.prepare(self.socket)
+        self._loop.add_reader(self.socket, self._go_on)
 
     def _hear(self) -> Wait[None]:
         """Receives a frame, each of its parts into memory of its own."""
         head = yield from self._read(frames.HEAD_BYTES)
         kind, sizes = frames.announced(head, opened=self.stage is Stage.OPEN)
-        while self.held and kind is Kind.MESSAGE:
+        while kind is FrameKind.MESSAGE and self.succession is Succession.SUCCEEDING:
             self._loop.remove_reader(self.socket)
             yield
         large = sum(sizes) >= LARGE_BYTES
-        while large and not self._budget.take(self, sum(sizes), self.resume):
+        while large and not self._shared.unfinished.take(self, sum(sizes), self.resume):
             self._loop.remove_reader(self.socket)
             yield
         parts = []
         for size in sizes:
             parts.append((yield from self._read(size, large=large)))
         if large:
-            self._budget.give(self)
-        if kind is Kind.MESSAGE:
+            self._shared.unfinished.give(self)
+        if kind is FrameKind.MESSAGE:
             self._events.received(self, parts[0], parts[1:])
         else:
             self._events.heard(self, parts[0])
@@ -364,7 +362,7 @@ class Link:
             if not number:
                 raise ConnectionResetError(errno.ECONNRESET, "TLS has ended")
             rest = rest[number:]
-            self._large_in += number if large else 0
+            self._large += number if large else 0
         return whole
 
     def _step(self, step: Callable[[], T]) -> Wait[T]:
@@ -395,11 +393,11 @@ class Link:
         while not data:
             yield
             with suppress(BlockingIOError):
-                data = self.socket.recv(min(most, self._download.piece))
+                data = self.socket.recv(min(most, self._shared.download.piece))
                 if not data:
                     raise ConnectionResetError(errno.ECONNRESET, "it was closed there")
         self._received += len(data)
-        if wait := self._download.charge(len(data), urgent=True):
+        if wait := self._shared.download.charge(len(data), urgent=True):
             self._loop.remove_reader(self.socket)
             self._loop.call_later(wait, self.resume)
             yield

@@ -63,11 +63,15 @@ class Admission:
         self._accepted.pop(connection, None)
 
 
+def plain(host: str) -> str:
+    """A numeric address as people write it: IPv4 without the IPv6 around it, and no zone."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
 def _network(address: str) -> str:
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if ip.version == 6 and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    return str(ipaddress.ip_network((ip, 64), strict=False)) if ip.version == 6 else str(ip)
+    host = plain(address)
+    return str(ipaddress.ip_network((host, 64), strict=False)) if ":" in host else host
 
 
 def most_connections() -> int:

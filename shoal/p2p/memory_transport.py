@@ -12,7 +12,7 @@ from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Leases
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.transport import LARGE_BYTES, Buffer, Observation, Transport, check_size
+from shoal.p2p.transport import LARGE_BYTES, Buffer, Observation, Transport, check_size, named
 
 Delay = Callable[[PeerID, PeerID, int], float]
 
@@ -119,9 +119,7 @@ class MemoryTransport(Transport):
         return address.with_peer(self.peer_id)
 
     async def dial(self, address: Multiaddr) -> None:
-        network, me, peer = self.network, self.peer_id, address.peer_id
-        if peer is None:
-            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        network, me, peer = self.network, self.peer_id, named(address)
         if peer == me:
             raise PeerUnreachable(f"{address} is this peer itself")
         if peer in self._connections:

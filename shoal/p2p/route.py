@@ -9,7 +9,7 @@ from collections.abc import Callable
 from shoal.p2p.multiaddr import Multiaddr
 
 
-class Route(ABC):
+class PeerRoute(ABC):
     """A route to one peer, for the link and for each connection of its lane.
 
     Attributes:
@@ -28,5 +28,5 @@ class Route(ABC):
         """Called when a link over this route that this side has dialled is open."""
 
 
-Router = Callable[[Multiaddr], Route]
+Router = Callable[[Multiaddr], PeerRoute]
 """Finds the route for an address that leads through a relay."""

@@ -47,7 +47,7 @@ def has_aes() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class LaneKeys:
     """The keys of one connection of a lane.
 
     Attributes:

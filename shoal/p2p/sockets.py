@@ -10,50 +10,33 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
 from shoal.p2p import frames, greeting, sealing, tcp, tls
-from shoal.p2p.budget import Budget
-from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
-from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import (
-    Alive,
-    Challenge,
-    Hello,
-    Kept,
-    Key,
-    Moved,
-    Observe,
-    Observed,
-    Refusal,
-    Taken,
-    Token,
-    Wanted,
-)
+from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.frames import FrameKind
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.lane import Address, Shared
+from shoal.p2p.lane import Address
 from shoal.p2p.lanes import Lanes
 from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
-from shoal.p2p.link import Link, LinkEvents, Stage
-from shoal.p2p.listener import Admission, Listener, most_connections
+from shoal.p2p.link import Greeting, Link, Stage, Succession
+from shoal.p2p.listener import Admission, Listener, most_connections, plain
 from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
-from shoal.p2p.release import RELEASE
-from shoal.p2p.route import Route, Router
-from shoal.p2p.transport import Buffer, Observation, Transport, check_size
+from shoal.p2p.route import PeerRoute, Router
+from shoal.p2p.shared import Shared
+from shoal.p2p.sides import AcceptedLink, DialledLink
+from shoal.p2p.transport import Buffer, Observation, Transport, check_size, named
 
 log = logging.getLogger(__name__)
 
-REFUSAL_TIME = 1.0  # seconds that a refused peer has to read the reason
 MOVE_LINGER = 60.0  # seconds that the queue of a link has to drain when another link has replaced it
 # seconds that a connected peer has to prove that it is alive, when another process claims to be the same peer
 ALIVE_TIMEOUT = 3.0
 LINGER = 0.5  # seconds that queues have to drain when the transport is closed
 LINKS_PER_PEER = 4  # accepted links, including refused ones that have not ended yet
-UNFINISHED_BYTES = 256 << 20  # of large messages that have come in part
 QUEUES_BYTES = 1 << 30  # that wait for all peers; beyond this, the peer with the longest stuck queue is disconnected
 STUCK_SECONDS = 10.0  # a queue is stuck if its peer has taken nothing for this long
 LOOK_INTERVAL = 0.5  # seconds
@@ -66,32 +49,7 @@ _NONE_TO_SUCCEED = "there is no link that it could succeed"
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True, slots=True)
-class _Rival:
-    """A proven link of a peer that has another link, while that other link is asked whether it is alive.
-
-    Attributes:
-        link: the rival link. It waits to be kept, or it was kept and waits to be used.
-        timer: when it expires, the other link counts as lost.
-    """
-
-    link: Link
-    timer: asyncio.TimerHandle
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """The replacement of one link by another. This side sends over the new link already.
-
-    Attributes:
-        old, new: the two links.
-    """
-
-    old: Link
-    new: Link
-
-
-class SocketTransport(Transport, LinkEvents):
+class SocketTransport(Transport):
     """Links over TCP.
 
     The dialled peer is proven by its certificate, whose key must be the dialled peer id. The dialling peer is proven by
@@ -133,19 +91,19 @@ class SocketTransport(Transport, LinkEvents):
         self.limit = min((limit for limit in (upload_limit, download_limit) if limit is not None), default=math.inf)
         self._lanes = Lanes(self.shared, self._on_chunk, self._lane_over)
         # lost peers whose lanes are still being read
-        self._leaving: dict[PeerID, tuple[Link, str, asyncio.TimerHandle]] = {}
+        self._leaving: dict[PeerID, tuple[Link, str]] = {}
         self._instance = os.urandom(greeting.INSTANCE_BYTES)
         self._peers: dict[PeerID, Link] = {}
         self._links: set[Link] = set()  # all links that have not ended
-        self._moves: dict[PeerID, _Move] = {}
-        self._rivals: dict[PeerID, _Rival] = {}
+        self._moves: dict[PeerID, Link] = {}  # the link that is being replaced, while there is one
+        # a proven link of a peer that has another link, while that one is asked whether it is alive
+        self._rivals: dict[PeerID, Link] = {}
         self._greeting: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
         self._listeners: list[Listener] = []
         self._listening: ssl.SSLContext | None = None
         self._certificate = b""
         self._dialling: ssl.SSLContext | None = None
         self._admission = Admission(0)
-        self.budget: Budget[Link] = Budget(UNFINISHED_BYTES)
         self._next_look: asyncio.TimerHandle | None = None
         self.router: Router | None = None  # finds the routes through relays
         # on a relay: called with each end of a circuit
@@ -189,43 +147,35 @@ class SocketTransport(Transport, LinkEvents):
         reason = self._admission.refusal(where, self._lanes.connections, expected=self._lanes.expects(where))
         if reason:
             log.info("refused a connection from %s: %s", where, reason)
-            connection.close()
-            return
+            return connection.close()
         assert self._listening is not None
-        self._admission.enter(self._link(connection, self._listening, relayed=relayed), where)
+        link = AcceptedLink(self, connection, self._listening, self.shared)
+        self._enter(link)
+        self._admission.enter(link, where)
+        link.take(relayed=relayed)
 
-    def _link(
-        self,
-        connection: socket.socket,
-        context: ssl.SSLContext,
-        address: Address | None = None,
-        route: Route | None = None,
-        *,
-        relayed: bool = False,
-    ) -> Link:
-        limits = self.shared.upload, self.shared.download
-        link = Link(self, connection, context, address, route, relayed, limits, self.budget)
+    def _enter(self, link: Link) -> None:
         self._links.add(link)
         if self._next_look is None:
             self._look()
-        return link
 
     async def dial(self, address: Multiaddr) -> None:
-        peer = address.peer_id
-        if peer is None:
-            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
         if address.relay is not None:
-            return await self._dial_by(peer, address)
-        try:
-            found = await self.resolve(address)
-        except OSError as error:
-            raise PeerUnreachable(f"{address}: {error}") from error
+            return await self._dial_by(address)
+        peer, found = await self._find(address)
         if self.is_connected(peer):
             return
         await first_to_succeed([partial(self._dial, peer, ip, address.port) for ip in found])
 
-    async def _dial_by(self, peer: PeerID, address: Multiaddr) -> None:
+    async def _find(self, address: Multiaddr) -> tuple[PeerID, list[IPAddress]]:
+        try:
+            return named(address), await self.resolve(address)
+        except OSError as error:
+            raise PeerUnreachable(f"{address}: {error}") from error
+
+    async def _dial_by(self, address: Multiaddr) -> None:
         """Dial through a relay."""
+        peer = named(address)
         if self.is_connected(peer):
             return
         if self.router is None:
@@ -234,7 +184,7 @@ class SocketTransport(Transport, LinkEvents):
         connection = await route.connect()
         if self._closed or self.is_connected(peer):
             return connection.close()
-        link = self._link(connection, self._tls_dialling(), route=route, relayed=route.relayed)
+        link = self._dialled(connection, peer, route)
         try:
             await self._greet(link, peer)
         except PeerUnreachable as error:
@@ -242,39 +192,40 @@ class SocketTransport(Transport, LinkEvents):
         if self._peers.get(peer) is link:
             route.opened()
 
-    def _tls_dialling(self) -> ssl.SSLContext:
+    def _dialled(
+        self, connection: socket.socket, peer: PeerID, to: Address | PeerRoute, **purpose: bool
+    ) -> DialledLink:
         self._dialling = self._dialling or tls.dialling()
-        return self._dialling
+        link = DialledLink(self, connection, self._dialling, self.shared)
+        self._enter(link)
+        link.dial(peer, to, **purpose)
+        return link
 
     async def _dial(self, peer: PeerID, ip: IPAddress, port: int) -> None:
         try:
-            await self._greet(self._dialled(peer, ip, port), peer)
+            await self._greet(self._dialled(self._socket(ip), peer, (str(ip), port)), peer)
         except PeerUnreachable as error:
             raise type(error)(f"{ip}:{port}: {error}") from error
 
-    async def _greet(self, link: Link, peer: PeerID) -> None:
+    async def _greet(self, link: DialledLink, peer: PeerID) -> None:
         """Return when a link that this side dials, or another link to that peer, is open."""
-        link.peer = peer
         try:
-            await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
+            await link.until(Greeting.CHALLENGED)
             # A peer that is dialled at several addresses gets one hello at a time.
             async with self._greeting.setdefault(peer, asyncio.Lock()):
-                if not link.outcome.done() and self.is_connected(peer) and not link.succeeds:
+                if link.succession is Succession.NONE and self.is_connected(peer):
                     return link.end("another link was quicker")
-                if link.succeeds and not self._may_succeed(link, peer):
+                if link.succession is Succession.SUCCEEDING and not self._may_succeed(link, peer):
                     link.end(_NONE_TO_SUCCEED)
                 self._say_hello(link, peer)
-                await link.outcome
-        except PeerUnreachable:
-            raise
+                await link.until(Greeting.KEPT)
         except BaseException:
-            # Cancelled. If the link opens at the very moment in which the caller gives up, it stays.
-            link.outcome.cancel()
+            # If the link opens at the very moment in which the caller gives up, it stays.
             if self._peers.get(peer) is not link:
                 link.end("this side gave up")
             raise
 
-    async def succeed(self, peer: PeerID, connection: socket.socket, route: Route) -> None:
+    async def succeed(self, peer: PeerID, connection: socket.socket, route: PeerRoute) -> None:
         """Replace the link to that peer by a link over this non-blocking connection, which the other side accepts
         (`accept`).
 
@@ -283,11 +234,9 @@ class SocketTransport(Transport, LinkEvents):
         if self._closed or peer not in self._peers:
             connection.close()
             raise PeerUnreachable(_NONE_TO_SUCCEED)
-        link = self._link(connection, self._tls_dialling(), route=route)
-        link.succeeds = True
-        await self._greet(link, peer)
+        await self._greet(self._dialled(connection, peer, route, succeeds=True), peer)
 
-    def _dialled(self, peer: PeerID, ip: IPAddress, port: int, source_port: int | None = None) -> Link:
+    def _socket(self, ip: IPAddress, source_port: int | None = None) -> socket.socket:
         if self._closed:
             raise PeerUnreachable("this transport is closed")
         try:
@@ -303,35 +252,22 @@ class SocketTransport(Transport, LinkEvents):
                 connection.close()
                 raise PeerUnreachable(f"{ip} can't be dialled from port {source_port}: {error.strerror}") from error
         connection.setblocking(False)
-        link = self._link(connection, self._tls_dialling(), (str(ip), port))
-        link.peer = peer
-        return link
+        return connection
 
     async def observe(self, address: Multiaddr, source_port: int = 0) -> Observation:
-        if address.peer_id is None:
-            raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+        peer, [ip, *_] = await self._find(address)
+        link = self._dialled(self._socket(ip, source_port), peer, (str(ip), address.port), asks=True)
         try:
-            [ip, *_] = await self.resolve(address)
-        except OSError as error:
-            raise PeerUnreachable(f"{address}: {error}") from error
-        link = self._dialled(address.peer_id, ip, address.port, source_port)
-        link.asks = True
-        try:
-            await asyncio.wait([link.challenged, link.outcome], return_when=asyncio.FIRST_COMPLETED)
-            if not link.outcome.done():
-                own_port: int = link.socket.getsockname()[1]
-                link.say(Observe())
-            await link.outcome
-            assert link.observed is not None  # otherwise the outcome is an error
-            return Observation(_plain(link.observed.host), link.observed.port, own_port)
+            await link.until(Greeting.KEPT)
         finally:
-            link.outcome.cancel()
             link.end("it was dialled to ask")
+        assert link.observed is not None
+        return link.observed
 
     def source(self, peer: PeerID) -> str:
         link = self._peers.get(peer)
         try:
-            return _plain(link.address[0]) if link is not None and not link.relayed else ""
+            return plain(link.address[0]) if link is not None and not link.relayed else ""
         except OSError:  # it has just ended, which is reported elsewhere
             return ""
 
@@ -345,12 +281,11 @@ class SocketTransport(Transport, LinkEvents):
         link = self._peers.pop(peer, None)
         self._end_move(peer, "this side disconnected")
         if peer in self._leaving:
-            link, _, timer = self._leaving.pop(peer)
-            timer.cancel()
+            link, _ = self._leaving.pop(peer)
         if link is not None:
             link.end("this side disconnected")
-            if link.lane is not None:
-                link.lane.end()
+            if (lane := self._lanes.beside.get(link)) is not None:
+                lane.end()
         if peer in self._rivals and not self._closed:
             # Only after the caller has dealt with the loss.
             asyncio.get_running_loop().call_soon(self._admit, peer)
@@ -361,11 +296,10 @@ class SocketTransport(Transport, LinkEvents):
         self._closed = True
         for listener in self._listeners:
             listener.close()
-        for rival in self._rivals.values():
-            rival.timer.cancel()
         self._rivals.clear()
         connected = set(self._peers.values())
         self._peers.clear()
+        self._moves.clear()
         for link in list(self._links):
             if link in connected:
                 link.finish(LINGER, "this transport was closed")
@@ -380,15 +314,13 @@ class SocketTransport(Transport, LinkEvents):
     # -- messages
 
     def moved(self, peer: PeerID) -> int:
-        links = [self._peers[peer]] if peer in self._peers else []
-        if peer in self._moves:
-            links.append(self._moves[peer].old)
-        return sum(link.moved() + (0 if link.lane is None else link.lane.moved) for link in links)
+        links, beside = (self._peers.get(peer), self._moves.get(peer)), self._lanes.beside
+        return sum(link.moved() + (beside[link].moved if link in beside else 0) for link in links if link)
 
     def delivered(self, peer: PeerID) -> tuple[int, float]:
         """Counts only what passes over lanes: small messages tell nothing about the path."""
         link = self._peers.get(peer)
-        return (0, 0.0) if link is None or link.lane is None else link.lane.delivered
+        return self._lanes.beside[link].delivered if link in self._lanes.beside else (0, 0.0)
 
     def send(self, peers: Sequence[PeerID], header: Buffer, buffers: Sequence[Buffer] = (), name: bytes = b"") -> None:
         check_size(header, buffers)
@@ -400,7 +332,7 @@ class SocketTransport(Transport, LinkEvents):
                 if not self._lanes.of(link).send(name, bytes(header), memoryview(buffers[0])):
                     link.end("its queue is full")
             return
-        frame = frames.encode(Kind.MESSAGE, header, buffers)  # the one copy, shared by all receivers
+        frame = frames.encode(FrameKind.MESSAGE, header, buffers)  # the one copy, shared by all receivers
         for link in links:
             link.send(frame)
 
@@ -412,8 +344,7 @@ class SocketTransport(Transport, LinkEvents):
     def _on_chunk(self, link: Link, message: bytes, memory: memoryview) -> None:
         """A chunk has come over the lane beside a link. The link may have ended since."""
         assert link.peer is not None
-        leaving = self._leaving.get(link.peer)
-        if self._is_of(link, link.peer) or (leaving is not None and leaving[0] is link):
+        if self._is_of(link, link.peer) or self._leaving.get(link.peer, (None,))[0] is link:
             self._deliver(link.peer, memoryview(message), [memory])
 
     def _deliver(self, peer: PeerID, header: memoryview, buffers: Sequence[memoryview]) -> None:
@@ -425,14 +356,11 @@ class SocketTransport(Transport, LinkEvents):
     def cancel(self, prefix: bytes) -> None:
         self._lanes.cancel(prefix)
 
-    def lane_came(self, link: Link, token: bytes) -> None:
-        """The accepted connection is no link, but belongs to a lane if it begins with a valid token."""
-        self._lanes.admit(link.socket, token)
-        link.end("it is no link")
-
-    def circuit_came(self, link: Link, token: bytes) -> None:
-        """The accepted connection is one end of a circuit."""
-        if self.on_circuit is not None:
+    def token_came(self, link: Link, token: bytes) -> None:
+        """The accepted connection is no link, but one end of a circuit, or of a lane if the token is valid."""
+        if token.startswith(greeting.LANE_BYTE):
+            self._lanes.admit(link.socket, token)
+        elif self.on_circuit is not None:
             self.on_circuit(link.socket.dup(), token)
         link.end("it is no link")
 
@@ -440,91 +368,86 @@ class SocketTransport(Transport, LinkEvents):
 
     def secured(self, link: Link) -> None:
         """The TLS handshake is complete: the listener begins the greeting."""
-        if not link.dialled:
-            link.nonce = os.urandom(greeting.NONCE_BYTES)
-            link.say(Challenge(greeting.MAGIC, greeting.VERSION, self._instance, link.nonce, RELEASE))
-        elif (found := tls.peer_of(link.certificate)) != link.peer:
+        if isinstance(link, AcceptedLink):
+            link.challenge(self._instance)
+        elif isinstance(link, DialledLink) and (found := tls.peer_of(link.certificate)) != link.peer:
             reason = "somebody answers there who cannot prove to be that peer"
             if link.peer is not None and found is not None:
                 reason += f": it is peer {found}"
                 self.tell_of_another(link.peer, found)
-            link.end(reason, HandshakeFailed)
+            link.refuse(reason)
 
     def heard(self, link: Link, payload: memoryview) -> None:
         """Handle a control message of the other transport. Raises ValueError if the message may not come now."""
-        said = greeting.decode(payload)
-        peer = link.peer
-        connected = peer is not None and self._is_of(link, peer)
-        undecided = link.dialled and not link.outcome.done()
-        match said:
-            case Challenge() if undecided and not link.nonce:
-                # A link that only asks has no instance: it does not count among the links of which only one stays.
-                link.instance, link.nonce = b"" if link.asks else said.instance, said.nonce
-                link.challenged.set_result(None)
-            case Observe() if not link.dialled and peer is None:
-                host, port = link.address[:2]
-                link.say(Observed(_plain(host), port))
-                link.finish(REFUSAL_TIME, "it came to ask from where it comes")
-            case Observed() if undecided and link.asks:
-                ipaddress.ip_address(said.host)  # ValueError if it is none
-                link.observed = said
-                link.outcome.set_result(None)
-            case Hello() if not link.dialled and peer is None:
-                self._on_hello(link, said)
-            case Kept() if connected:
-                pass
-            case Kept() if peer is not None and (link.said_hello if undecided else not link.dialled):
-                self._on_kept(link, peer)
-            case Refusal() if undecided:
-                link.end(f"it refused: {said.reason}", HandshakeFailed)
-            case Taken() if undecided:
+        said, peer = greeting.decode(payload), link.peer
+        if peer is not None and self._is_of(link, peer):
+            return self._heard_from(peer, link, said)
+        match link, said:
+            case DialledLink(nonce=b""), greeting.Challenge():
+                link.challenged(said)
+            case DialledLink(greeting=Greeting.ASKED), greeting.Observed():
+                link.answered(Observation(plain(said.host), said.port, link.socket.getsockname()[1]))
+            case DialledLink(), greeting.Refusal():
+                link.refuse(f"it refused: {said.reason}")
+            case DialledLink(), greeting.Taken():
                 self.twins.found(self.peer_id)
-                link.end(f"it refused: {_TAKEN}", HandshakeFailed)
-            case Taken() if connected:
+                link.refuse(f"it refused: {_TAKEN}")
+            case AcceptedLink(greeting=Greeting.CHALLENGED), greeting.Observe():
+                host, port = link.address[:2]
+                link.dismiss(greeting.Observed(plain(host), port), "it came to ask from where it comes")
+            case AcceptedLink(greeting=Greeting.CHALLENGED), greeting.Hello():
+                self._on_hello(link, said)
+            case Link(greeting=Greeting.SAID_HELLO), greeting.LinkKept() if peer is not None:
+                self._on_kept(link, peer)
+            case _:
+                raise greeting.unexpected(said)
+
+    def _heard_from(self, peer: PeerID, link: Link, said: greeting.Said) -> None:
+        """Handle a control message of a connected peer."""
+        is_old = self._peers.get(peer) is not link
+        match said:
+            case greeting.LinkKept():
+                pass
+            case greeting.Taken():
                 if said.instance != self._instance:
                     self.twins.found(self.peer_id)
-                link.say(Alive())
-            case Alive() if connected and peer is not None:
+                link.say(greeting.Alive())
+            case greeting.Alive():
                 self._lives(peer)
-            case Wanted() | Key() | Token() if connected:
-                self._lanes.heard(link, said)
-            case Moved() if connected and peer is not None and not link.emptied and self._peers[peer] is not link:
-                link.emptied = True
-                self._on_moved(self._moves[peer])
-            case Moved() if connected and peer not in self._moves and not link.emptied:
-                link.emptied = True  # the dialler of the new link does not know yet that it was kept
+            case greeting.Wanted() | greeting.Key() | greeting.Token():
+                if not is_old:  # otherwise the other side did not know yet
+                    self._lanes.heard(link, said)
+            case greeting.Moved() if link.succession is not Succession.EMPTIED and (is_old or peer not in self._moves):
+                self._on_moved(link, peer)
             case _:
-                self.broke(link, f"{type(said).__name__} is not expected now")
+                raise greeting.unexpected(said)
 
-    def _say_hello(self, link: Link, peer: PeerID) -> None:
-        if link.outcome.done():
-            return
+    def _say_hello(self, link: DialledLink, peer: PeerID) -> None:
+        if link.stage is not Stage.GREETING:
+            return  # it has ended meanwhile
         signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate)
-        link.said_hello = True
-        signature = self.identity.sign(signed)
-        me = self.peer_id.key
-        link.say(Hello(greeting.MAGIC, greeting.VERSION, self._instance, me, signature, link.succeeds, RELEASE))
+        link.say_hello(self._instance, self.peer_id, self.identity.sign(signed))
 
-    def _on_hello(self, link: Link, hello: Hello) -> None:
+    def _on_hello(self, link: AcceptedLink, hello: greeting.Hello) -> None:
         peer = PeerID(hello.peer)
         signed = greeting.signed(peer, self.peer_id, hello.instance, link.nonce, self._certificate)
         if not peer.verify(signed, hello.signature):
-            return self._refuse(link, f"it has not proven to be {peer}")
+            return link.refuse(f"it has not proven to be {peer}")
         if peer == self.peer_id:
             if hello.instance == self._instance:
-                return self._refuse(link, f"{peer} is this peer itself")
+                return link.refuse(f"{peer} is this peer itself")
             self.twins.found(peer)
-            return self._refuse(link, _TAKEN, Taken(self._instance))
+            return link.refuse(_TAKEN, greeting.Taken(self._instance))
         if sum(other.peer == peer and not other.dialled for other in self._links) >= LINKS_PER_PEER:
             return link.end("too many links of one peer")
         self._admission.proven(link)
-        link.peer, link.instance = peer, hello.instance
+        link.proven(peer, hello.instance)
         self._left(peer)
         earlier = self._peers.get(peer)
         if hello.succeeds:
             if not self._may_succeed(link, peer):
-                return self._refuse(link, _NONE_TO_SUCCEED)
-            link.say(Kept())
+                return link.refuse(_NONE_TO_SUCCEED)
+            link.say(greeting.LinkKept())
             self._succeed(link, peer)
         elif earlier is None:
             self._welcome(link, peer)
@@ -539,7 +462,7 @@ class SocketTransport(Transport, LinkEvents):
     def _on_kept(self, link: Link, peer: PeerID) -> None:
         """The other side has kept a link that this side dialled, or uses one that this side has kept."""
         self._left(peer)
-        if link.succeeds:
+        if link.succession is Succession.SUCCEEDING:
             if not self._may_succeed(link, peer):
                 return link.end("the link that it was to succeed is no more")
             self._succeed(link, peer)
@@ -553,11 +476,11 @@ class SocketTransport(Transport, LinkEvents):
     def _welcome(self, link: Link, peer: PeerID) -> None:
         """The other end is `peer`, and no other link to it is open."""
         if not link.dialled:
-            link.say(Kept())
-            if self.peer_id > peer and any(other.said_hello and other.peer == peer for other in self._links):
+            link.say(greeting.LinkKept())
+            if self.peer_id > peer and any(other.peer == peer and _says_hello(other) for other in self._links):
                 return  # the other side may have kept that one: it decides
         elif self.peer_id < peer:
-            link.say(Kept())
+            link.say(greeting.LinkKept())
         self._open(link, peer)
 
     def _open(self, link: Link, peer: PeerID) -> None:
@@ -565,140 +488,110 @@ class SocketTransport(Transport, LinkEvents):
             return  # it has ended meanwhile
         self._peers[peer] = link
         link.open()
-        for same in [other for other in self._links if other.peer == peer and other.instance == link.instance]:
-            if not same.outcome.done():
-                same.outcome.set_result(None)
-            if same is not link:
-                same.end("another link stays")
+        for other in list(self._links):
+            if other is not link and (other.peer, other.instance) == (peer, link.instance):
+                other.give_way()
 
     # -- two links of one peer, or two processes with one identity
 
     def _hold(self, link: Link, peer: PeerID) -> None:
         """There is another link of that peer: ask over it whether it is alive."""
         if peer in self._rivals:
-            return self._reject(link, "another process claims to be that peer, too: try again")
-        timer = asyncio.get_running_loop().call_later(ALIVE_TIMEOUT, self._lose, peer, "it was started anew")
-        self._rivals[peer] = _Rival(link, timer)
-        self._peers[peer].say(Taken(link.instance))
+            return link.refuse("another process claims to be that peer, too: try again")
+        self._rivals[peer] = link
+        self._peers[peer].say(greeting.Taken(link.instance))
+        asyncio.get_running_loop().call_later(ALIVE_TIMEOUT, self._take_place, link, peer)
+
+    def _take_place(self, link: Link, peer: PeerID) -> None:
+        """The other link has had the time to prove that it is alive."""
+        if self._rivals.get(peer) is link:
+            self._lose(peer, "it was started anew")
 
     def _lives(self, peer: PeerID) -> None:
         """The open link of `peer` has proven that it is alive: the rival that waits for its end is rejected."""
         rival = self._rivals.pop(peer, None)
         if rival is not None:
-            rival.timer.cancel()
             instance = self._peers[peer].instance
-            if rival.link.instance == instance:
-                return self._reject(rival.link, "it is connected already")
+            if rival.instance == instance:
+                return rival.refuse("it is connected already")
             self.twins.found(peer)
-            self._reject(rival.link, _TAKEN, Taken(instance))
+            rival.refuse(_TAKEN, greeting.Taken(instance))
 
     def _admit(self, peer: PeerID) -> None:
         """The open link of `peer` is lost: the rival takes its place, unless a third link has."""
         rival = self._rivals.pop(peer, None)
-        if rival is None:
-            return
-        rival.timer.cancel()
-        if peer in self._peers:
-            self._reject(rival.link, "another process claims to be that peer, too: try again")
-        else:
-            self._welcome(rival.link, peer)
-
-    def _reject(self, link: Link, reason: str, answer: greeting.Said | None = None) -> None:
-        if link.dialled:
-            link.end(reason, HandshakeFailed)
-        else:
-            self._refuse(link, reason, answer)
-
-    def _refuse(self, link: Link, reason: str, answer: greeting.Said | None = None) -> None:
-        log.info("refused a connection: %s", reason)
-        link.say(answer or greeting.refusal(reason))
-        link.finish(REFUSAL_TIME, reason)
+        if rival is not None and peer in self._peers:
+            rival.refuse("another process claims to be that peer, too: try again")
+        elif rival is not None:
+            self._welcome(rival, peer)
 
     # -- a link that takes the place of another one
 
     def _is_of(self, link: Link, peer: PeerID) -> bool:
         """Whether messages of that peer may come over that link."""
-        return self._peers.get(peer) is link or (peer in self._moves and self._moves[peer].old is link)
+        return self._peers.get(peer) is link or self._moves.get(peer) is link
 
     def _may_succeed(self, link: Link, peer: PeerID) -> bool:
         old = self._peers.get(peer)
         busy = peer in self._moves or peer in self._rivals
         # if each side dials a link, that of the smaller id replaces the old one
         if not link.dialled and self.peer_id < peer:
-            busy |= any(other.said_hello for other in self._successors(peer))
+            busy |= any(map(_says_hello, self._successors(peer)))
         return old is not None and old.stage is Stage.OPEN and old.instance == link.instance and not busy
 
     def _successors(self, peer: PeerID) -> list[Link]:
         """The links that this side dials to replace the one to that peer."""
-        return [link for link in self._links if link.peer == peer and link.succeeds and not link.outcome.done()]
+        links = [link for link in self._links if link.peer == peer and link.greeting is not Greeting.KEPT]
+        return [link for link in links if link.succession is Succession.SUCCEEDING]
 
     def _succeed(self, link: Link, peer: PeerID) -> None:
         """Send over that link from now on. The accepting side does so first."""
         old = self._peers[peer]
-        old.succeeded, link.held = True, not old.emptied
-        move = self._moves[peer] = _Move(old, link)
-        self._peers[peer] = link
-        link.open()
-        if not link.outcome.done():
-            link.outcome.set_result(None)
+        self._moves[peer], self._peers[peer] = old, link
+        link.succeed(old)
         self._lanes.succeed(old, link)
-        old.say(Moved())
-        if link.dialled and old.lane is not None:
-            old.lane.part()  # the other side has left it already
-        if old.emptied:
-            self._on_moved(move)
+        old.say(greeting.Moved())
+        if old.succession is Succession.EMPTIED:
+            self._on_moved(old, peer)
 
-    def _on_moved(self, move: _Move) -> None:
-        """The other side sends over the new link as well, and has left the old lane."""
-        if move.new.held:
-            move.new.release()
-        if move.old.lane is not None:
-            move.old.lane.part()
-        self._finish_move(move)
+    def _on_moved(self, old: Link, peer: PeerID) -> None:
+        """The other side sends over another link, and has left the lane beside the old one."""
+        old.empty()
+        if self._moves.get(peer) is old:  # otherwise this side, which has dialled, does not know yet that it was kept
+            self._peers[peer].release()
+            if (lane := self._lanes.beside.get(old)) is not None:
+                lane.finish()
+            self._finish_move(peer)
 
-    def _finish_move(self, move: _Move) -> None:
+    def _finish_move(self, peer: PeerID) -> None:
         """End the old link, if all that was sent over it has come."""
-        if not move.new.held and move.old.lane is None and move.old.peer is not None:
-            self._moves.pop(move.old.peer, None)
-            move.old.finish(MOVE_LINGER, "another link has taken its place")
+        old = self._moves[peer]
+        if self._peers[peer].succession is Succession.NONE and old not in self._lanes.beside:
+            del self._moves[peer]
+            old.finish(MOVE_LINGER, "another link has taken its place")
 
     def _end_move(self, peer: PeerID, reason: str) -> None:
         """That peer is no longer connected."""
         for link in self._successors(peer):
             link.end(_NONE_TO_SUCCEED)
-        move = self._moves.pop(peer, None)
-        if move is not None:
-            move.old.end(reason)
-            if move.old.lane is not None:
-                move.old.lane.end(reason)
+        old = self._moves.pop(peer, None)
+        if old is not None:
+            old.end(reason)
+            if (lane := self._lanes.beside.get(old)) is not None:
+                lane.end(reason)
 
     # -- ends
-
-    def broke(self, link: Link, reason: str) -> None:
-        """The other side has broken the protocol."""
-        if link.dialled and not link.outcome.done():
-            link.end(reason, HandshakeFailed)
-        elif link.stage is Stage.OPEN:
-            link.end(f"it broke the rules: {reason}")
-        else:
-            self._refuse(link, reason)
 
     def ended(self, link: Link, reason: str) -> None:
         """A link has ended."""
         self._links.discard(link)
         self._admission.leave(link)
-        self.budget.give(link)
-        if link.dialled and not link.outcome.done():
-            link.outcome.set_exception(link.error(reason))
-            link.outcome.exception()  # otherwise asyncio would log it if nobody waits
+        self.shared.unfinished.give(link)
         if link.peer is not None:
-            rival = self._rivals.get(link.peer)
-            if rival is not None and rival.link is link:
-                rival.timer.cancel()
+            if self._rivals.get(link.peer) is link:
                 del self._rivals[link.peer]
-            move = self._moves.get(link.peer)
-            if move is not None and move.old is link and link.emptied:
-                self._finish_move(move)  # the other side is done with it
+            if self._moves.get(link.peer) is link and link.succession is Succession.EMPTIED:
+                self._finish_move(link.peer)  # the other side is done with it
             elif self._is_of(link, link.peer):
                 self._lose(link.peer, reason)
         if self._closed and not self._links:
@@ -709,40 +602,41 @@ class SocketTransport(Transport, LinkEvents):
         self._end_move(peer, reason)
         if link is not None:
             link.end(reason)
-            wait = LANE_LINGER if link.lane is not None else 0.0
-            timer = asyncio.get_running_loop().call_later(wait, self._left, peer)
-            self._leaving[peer] = link, reason, timer
-            if not wait:
+            self._leaving[peer] = link, reason
+            if link in self._lanes.beside:
+                asyncio.get_running_loop().call_later(LANE_LINGER, self._lane_read, link, peer)
+            else:
                 self._left(peer)
 
     def _left(self, peer: PeerID) -> None:
         """If that peer was lost: its last chunks were read, or need not be awaited. Report the loss."""
         if peer in self._leaving:
-            link, reason, timer = self._leaving.pop(peer)
-            timer.cancel()
-            if link.lane is not None:
-                link.lane.end()
+            link, reason = self._leaving.pop(peer)
+            if (lane := self._lanes.beside.get(link)) is not None:
+                lane.end()
             self._on_lost(peer, reason)
             self._admit(peer)
 
+    def _lane_read(self, link: Link, peer: PeerID) -> None:
+        """The last chunks beside a link were read, or need not be awaited."""
+        if self._leaving.get(peer, (None,))[0] is link:
+            self._left(peer)
+
     def _lane_over(self, link: Link, reason: str) -> None:
         assert link.peer is not None
-        leaving = self._leaving.get(link.peer)
-        if leaving is not None and leaving[0] is link:
-            self._left(link.peer)
-        move = self._moves.get(link.peer)
-        if move is None or move.old is not link:
+        self._lane_read(link, link.peer)
+        if self._moves.get(link.peer) is not link:
             link.end(f"its lane was lost: {reason}")
         elif reason:  # the old link may have ended normally, and nobody would notice the missing chunks
             self._lose(link.peer, f"its lane was lost: {reason}")
         else:
-            self._finish_move(move)
+            self._finish_move(link.peer)
 
     def _look(self) -> None:
         for link in list(self._links):
             if link.stage not in (Stage.CONNECTING, Stage.ENDED) and tcp.is_silent(link.socket):
                 link.end("its machine does not answer")
-        if (late := self.budget.overdue()) is not None:
+        if (late := self.shared.unfinished.overdue()) is not None:
             late.end("its message took too long")
         if sum(link.queued() for link in self._links) > QUEUES_BYTES:
             most = max(self._links, key=lambda link: link.queued(STUCK_SECONDS))
@@ -760,7 +654,5 @@ class SocketTransport(Transport, LinkEvents):
         return list(dict.fromkeys(ipaddress.ip_address(where[0]) for *_, where in found))
 
 
-def _plain(host: str) -> str:
-    """A numeric address as people write it: IPv4 without the IPv6 around it, and no zone."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    return str(getattr(address, "ipv4_mapped", None) or address)
+def _says_hello(link: Link) -> bool:
+    return link.dialled and link.greeting >= Greeting.SAID_HELLO

@@ -190,6 +190,13 @@ class Movement:
         return True
 
 
+def named(address: Multiaddr) -> PeerID:
+    """The peer whom an address to dial names. Raises ValueError if it names none."""
+    if address.peer_id is None:
+        raise ValueError(f"{address} does not say whom to expect: it must end in /p2p/<peer id>")
+    return address.peer_id
+
+
 def check_size(header: Buffer, buffers: Sequence[Buffer]) -> None:
     """Raises MessageTooLarge if a message exceeds the bounds. Every transport enforces them on received messages as
     well.

@@ -14,7 +14,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.quota import Quota, Rate
-from shoal.p2p.route import Route
+from shoal.p2p.route import PeerRoute
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach.messages import CIRCUIT, LEASE_SECONDS, RELAY, Circuit, Incoming, Opened, Reserve, Reserved
 
@@ -66,7 +66,7 @@ class Circuits:
         self._transport.router = None
         self._node.stop_serving(CIRCUIT)
 
-    def _route(self, address: Multiaddr) -> Route:
+    def _route(self, address: Multiaddr) -> PeerRoute:
         return Through(self._node, self._transport, address, self.on_dialled)
 
     # -- to be reached
@@ -165,7 +165,7 @@ class Circuits:
             self._coming -= 1
 
 
-class Through(Route):
+class Through(PeerRoute):
     """The route to a peer through a relay. Each connection is a circuit of its own.
 
     Args:

@@ -23,7 +23,7 @@ from shoal.p2p.interfaces import concrete_addresses
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node
 from shoal.p2p.quota import Quota, Rate
-from shoal.p2p.route import Route
+from shoal.p2p.route import PeerRoute
 from shoal.p2p.sockets import SocketTransport
 from shoal.p2p.transport import Observation
 from shoal.reach.circuits import connect
@@ -268,7 +268,7 @@ async def _open(mapped: _Mapped, there: Meet) -> socket.socket:
     raise PeerUnreachable("neither router lets the other side in")
 
 
-class Hole(Route):
+class Hole(PeerRoute):
     """The route through holes in both routers. Each connection needs a hole of its own.
 
     Args:
@@ -289,7 +289,7 @@ class Hole(Route):
             raise PeerUnreachable(str(error) or "no answer") from error
 
 
-class Direct(Route):
+class Direct(PeerRoute):
     """The route to a peer that can be reached directly.
 
     Args:

@@ -13,10 +13,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.p2p.greeting import TOKEN_BYTES
 from shoal.p2p.identity import PeerID
-from shoal.p2p.lane import MEMORY_BYTES, Lane, Shared
+from shoal.p2p.lane import Lane
 from shoal.p2p.leases import Leases
 from shoal.p2p.limit import Limit
-from shoal.p2p.sealing import NAME_BYTES, SEALED_HEADER_BYTES, Header, Keys, Opener, Sealer, Suite, sealed_bytes
+from shoal.p2p.sealing import NAME_BYTES, SEALED_HEADER_BYTES, Header, LaneKeys, Opener, Sealer, Suite, sealed_bytes
+from shoal.p2p.shared import MEMORY_BYTES, Shared
 
 HELLO = Header(0, bytes(NAME_BYTES), b"shoal lane 1")
 PATIENCE = 30.0
@@ -27,10 +28,10 @@ def name(number: int) -> bytes:
     return number.to_bytes(NAME_BYTES, "big")
 
 
-def both_keys(suite: Suite = AESGCM) -> tuple[Keys, Keys]:
+def both_keys(suite: Suite = AESGCM) -> tuple[LaneKeys, LaneKeys]:
     """Of the two sides of a connection."""
     one, other = os.urandom(32), os.urandom(32)
-    return Keys(suite, one, other), Keys(suite, other, one)
+    return LaneKeys(suite, one, other), LaneKeys(suite, other, one)
 
 
 class Arrival(NamedTuple):
@@ -66,7 +67,7 @@ class End:
     def _came(self, peer: PeerID, message: bytes, memory: memoryview) -> None:
         self.arrivals.put(Arrival(peer, message, memory))
 
-    def accept(self, lane: Lane, keys: Keys) -> None:
+    def accept(self, lane: Lane, keys: LaneKeys) -> None:
         """Let the next connection in, whose token is not looked at."""
         accepted, _ = self.listener.accept()
         accepted.recv(TOKEN_BYTES, socket.MSG_WAITALL)

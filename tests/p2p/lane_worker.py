@@ -12,7 +12,7 @@ import time
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.p2p.identity import PeerID
-from shoal.p2p.sealing import Keys
+from shoal.p2p.sealing import LaneKeys
 from tests.p2p.lane_ends import End, name
 
 HOG_SECONDS = 10.0
@@ -26,7 +26,7 @@ def main() -> None:
     sealing, opening = (bytes.fromhex(key) for key in sys.stdin.readline().split())
     lane = end.lane(PeerID(bytes([1]) * 32))
     print(end.listener.getsockname()[1], flush=True)
-    end.accept(lane, Keys(AESGCM, sealing, opening))
+    end.accept(lane, LaneKeys(AESGCM, sealing, opening))
     end.listener.close()
     memory = memoryview(bytearray(4 << 20))
     if mode == "forks":

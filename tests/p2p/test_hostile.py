@@ -20,11 +20,13 @@ import pytest
 import shoal.p2p.budget
 import shoal.p2p.link
 import shoal.p2p.listener
+import shoal.p2p.shared
+import shoal.p2p.sides
 import shoal.p2p.sockets
 from shoal.p2p import frames, greeting, tls
 from shoal.p2p.errors import HandshakeFailed
-from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, Kept
+from shoal.p2p.frames import FrameKind
+from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, LinkKept
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.link import UNPROVEN_BYTES, Link
 from shoal.p2p.multiaddr import Multiaddr
@@ -44,7 +46,7 @@ def no_errors(caplog):
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.sockets.REFUSAL_TIME", 0.1)
+    monkeypatch.setattr("shoal.p2p.sides.REFUSAL_TIME", 0.1)
 
 
 @asynccontextmanager
@@ -72,7 +74,7 @@ class Stranger:
     async def hear(self) -> Any:
         """What the listener's transport says next."""
         head = await self.reader.readexactly(24)
-        assert head[0] == Kind.CONTROL
+        assert head[0] == FrameKind.CONTROL
         return greeting.decode(memoryview(await self.reader.readexactly(int.from_bytes(head[4:8]))))
 
     async def write(self, data: bytes) -> None:
@@ -83,7 +85,7 @@ class Stranger:
 
     async def say(self, *said: bytes) -> None:
         for payload in said:
-            await self.write(frames.encode(Kind.CONTROL, payload))
+            await self.write(frames.encode(FrameKind.CONTROL, payload))
 
     def hello(self, nonce: bytes, **changed: object) -> bytes:
         """A good hello, but for what is changed."""
@@ -109,8 +111,8 @@ class Stranger:
         challenge = await self.hear()
         assert isinstance(challenge, Challenge)
         await self.say(self.hello(challenge.nonce))
-        assert isinstance(await self.hear(), Kept)
-        await self.say(encode(Kept()))  # if the listener waits for it
+        assert isinstance(await self.hear(), LinkKept)
+        await self.say(encode(LinkKept()))  # if the listener waits for it
 
 
 @asynccontextmanager
@@ -235,7 +237,7 @@ def for_another(**other: bytes) -> Callable[[Stranger, bytes], bytes]:
         (encode(["notice", "dht", 0, 0.0, {}]), "not a greeting"),
         (changed(peer=b"short"), "not a greeting"),
         (encode([3, "I refuse first"]), "Refusal is not expected now"),
-        (encode(Kept()), "Kept is not expected now"),
+        (encode(LinkKept()), "LinkKept is not expected now"),
         (encode([4, bytes(8)]), "Taken is not expected now"),
         (encode([5]), "Alive is not expected now"),
         (changed(version=3), "it speaks version 3 of Shoal's protocol, this peer version 2"),
@@ -257,7 +259,7 @@ def test_a_first_message_that_is_no_hello_is_refused_with_the_reason(first, reas
                 assert isinstance(challenge, Challenge)
                 await who.say(first if isinstance(first, bytes) else first(who, challenge.nonce))
                 answer = await who.hear()
-                await who.write(frames.encode(Kind.MESSAGE, b"a message", [b"a buffer"]))
+                await who.write(frames.encode(FrameKind.MESSAGE, b"a message", [b"a buffer"]))
                 await who.say(who.hello(challenge.nonce))
                 assert reason in answer.reason
                 assert await who.is_over()
@@ -279,10 +281,10 @@ def head(kind: int, header: int, *buffers: int, number: int | None = None) -> by
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (head(Kind.MESSAGE, 5, 1 << 20), "a message came before the hello was answered"),
-        (head(Kind.MESSAGE, 0), "a message came before the hello was answered"),
-        (head(Kind.CONTROL, 4097), "a header of 4097 bytes"),
-        (head(Kind.CONTROL, 5, 10), "1 buffers in one message exceed 0"),
+        (head(FrameKind.MESSAGE, 5, 1 << 20), "a message came before the hello was answered"),
+        (head(FrameKind.MESSAGE, 0), "a message came before the hello was answered"),
+        (head(FrameKind.CONTROL, 4097), "a header of 4097 bytes"),
+        (head(FrameKind.CONTROL, 5, 10), "1 buffers in one message exceed 0"),
         (head(7, 5), "unknown kind 7"),
     ],
 )
@@ -304,7 +306,7 @@ def test_more_bytes_than_a_hello_takes_before_the_proof(monkeypatch):
     async def main():
         async with listener_and_friend() as (listener, _, address), stranger(address) as who:
             await who.hear()
-            await who.write(head(Kind.CONTROL, 4000))
+            await who.write(head(FrameKind.CONTROL, 4000))
             for _ in range(UNPROVEN_BYTES // 23):  # of which TLS adds 22
                 await who.write(b"x")
             assert await who.is_over()
@@ -346,13 +348,13 @@ def test_who_does_not_prove_who_it_is_in_time_is_thrown_out(monkeypatch, speaks_
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (head(Kind.MESSAGE, 6, number=MAX_BUFFERS + 1), "5 buffers in one message exceed"),
-        (head(Kind.MESSAGE, MAX_HEADER_BYTES + 1), "a header of"),
-        (head(Kind.MESSAGE, 6, MAX_BUFFER_BYTES + 1), "a buffer of"),
-        (head(Kind.MESSAGE, 6, 0xFFFFFFFF), "a buffer of"),
-        (head(Kind.MESSAGE, 0xFFFFFFFF), "a header of"),
-        (frames.encode(Kind.CONTROL, b"\xc1"), "not a greeting"),
-        (frames.encode(Kind.CONTROL, encode([3, "too late"])), "Refusal is not expected now"),
+        (head(FrameKind.MESSAGE, 6, number=MAX_BUFFERS + 1), "5 buffers in one message exceed"),
+        (head(FrameKind.MESSAGE, MAX_HEADER_BYTES + 1), "a header of"),
+        (head(FrameKind.MESSAGE, 6, MAX_BUFFER_BYTES + 1), "a buffer of"),
+        (head(FrameKind.MESSAGE, 6, 0xFFFFFFFF), "a buffer of"),
+        (head(FrameKind.MESSAGE, 0xFFFFFFFF), "a header of"),
+        (frames.encode(FrameKind.CONTROL, b"\xc1"), "not a greeting"),
+        (frames.encode(FrameKind.CONTROL, encode([3, "too late"])), "Refusal is not expected now"),
         (b"\xff" * 1000, "unknown kind 255"),
     ],
 )
@@ -361,9 +363,9 @@ def test_who_breaks_a_bound_is_lost_and_nobody_else(data, reason):
         async with listener_and_friend() as (listener, _, address):
             async with stranger(address, IMPOSTOR) as who:
                 await who.join()
-                await who.write(frames.encode(Kind.MESSAGE, b"a good one"))
+                await who.write(frames.encode(FrameKind.MESSAGE, b"a good one"))
                 await who.write(data)
-                await who.write(frames.encode(Kind.MESSAGE, b"another one"))
+                await who.write(frames.encode(FrameKind.MESSAGE, b"another one"))
                 assert reason in await listener.until_lost(IMPOSTOR.peer_id)
                 assert await who.is_over()
             assert listener.headers == [b"a good one"]
@@ -406,13 +408,13 @@ def test_an_unknown_token_of_a_lane_ends_its_connection():
     async def main():
         async with listener_and_friend() as (listener, _, address):
             tokens: list[bytes] = []
-            came = listener.transport.lane_came
+            came = listener.transport.token_came
 
-            def lane_came(link: Link, token: bytes) -> None:
+            def token_came(link: Link, token: bytes) -> None:
                 tokens.append(token)
                 came(link, token)
 
-            listener.transport.lane_came = lane_came
+            listener.transport.token_came = token_came
             streams = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
             streams[0][1].write(bytes(31))
             streams[1][1].write(bytes(32) + b"more")
@@ -437,8 +439,8 @@ def test_what_a_lost_link_had_of_a_message_goes_at_once():
     async def main():
         async with listener_and_friend() as (listener, _, address), stranger(address, IMPOSTOR) as who:
             await who.join()
-            await who.write(head(Kind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
-            await eventually(lambda: listener.transport.budget.free < shoal.p2p.sockets.UNFINISHED_BYTES)
+            await who.write(head(FrameKind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
+            await eventually(lambda: listener.transport.shared.unfinished.free < shoal.p2p.shared.UNFINISHED_BYTES)
             link = weakref.ref(listener.transport._peers[IMPOSTOR.peer_id])
             gc.collect()
             gc.disable()
@@ -463,7 +465,7 @@ def test_tiny_messages_without_end_do_not_hold_up_the_loop():
                     seen.append(len(listener.messages))
 
             looking = asyncio.create_task(look())
-            await who.write(frames.encode(Kind.MESSAGE, b"") * 40_000)
+            await who.write(frames.encode(FrameKind.MESSAGE, b"") * 40_000)
             await looking
             assert max(later - before for before, later in pairwise(seen)) <= 128
 
@@ -472,7 +474,7 @@ def test_tiny_messages_without_end_do_not_hold_up_the_loop():
 
 def test_unfinished_messages_share_one_budget(monkeypatch):
     """Who does not get memory waits, and the one that has kept others waiting for longest goes."""
-    monkeypatch.setattr(shoal.p2p.sockets, "UNFINISHED_BYTES", 9 << 20)
+    monkeypatch.setattr(shoal.p2p.shared, "UNFINISHED_BYTES", 9 << 20)
     monkeypatch.setattr(shoal.p2p.budget, "PATIENCE", 0.5)
 
     async def main():
@@ -481,8 +483,8 @@ def test_unfinished_messages_share_one_budget(monkeypatch):
             async with stranger(address, slow[0]) as one, stranger(address, slow[1]) as two:
                 for who in (one, two):
                     await who.join()
-                    await who.write(head(Kind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
-                await eventually(lambda: listener.transport.budget.free < 2 << 20)
+                    await who.write(head(FrameKind.MESSAGE, 4, 4 << 20) + b"slow" + bytes(1000))
+                await eventually(lambda: listener.transport.shared.unfinished.free < 2 << 20)
                 friend.transport.send([address.peer_id], b"small", [b"passes"])
                 await listener.until(lambda: b"small" in listener.headers)
                 friend.transport.send([address.peer_id], b"large", [bytes(4 << 20)])
@@ -492,7 +494,7 @@ def test_unfinished_messages_share_one_budget(monkeypatch):
                 assert listener.transport.is_connected(slow[1].peer_id)
                 await two.write(bytes((4 << 20) - 1000))
                 await listener.until(lambda: b"slow" in listener.headers)
-            await eventually(lambda: listener.transport.budget.free == 9 << 20)
+            await eventually(lambda: listener.transport.shared.unfinished.free == 9 << 20)
 
     asyncio.run(main())
 
@@ -546,7 +548,7 @@ def test_addresses_of_one_ipv6_network_count_as_one():
 
 def test_connections_of_one_peer_are_bounded(monkeypatch):
     """Those that were refused and do not leave count."""
-    monkeypatch.setattr(shoal.p2p.sockets, "REFUSAL_TIME", 100.0)
+    monkeypatch.setattr(shoal.p2p.sides, "REFUSAL_TIME", 100.0)
 
     async def main():
         async with listener_and_friend() as (listener, _, address), AsyncExitStack() as stack:
@@ -630,7 +632,7 @@ def challenge(**fields: object) -> bytes:
 
 
 def said(payload: bytes) -> bytes:
-    return frames.encode(Kind.CONTROL, payload)
+    return frames.encode(FrameKind.CONTROL, payload)
 
 
 @pytest.mark.parametrize(
@@ -639,13 +641,13 @@ def said(payload: bytes) -> bytes:
         (said(b"garbage"), b"", "not a greeting"),
         (challenge(version=9), b"", "version 9"),
         (challenge(magic="shallow"), b"", "it speaks 'shallow'"),
-        (said(encode(Kept())), b"", "Kept is not expected now"),
+        (said(encode(LinkKept())), b"", "LinkKept is not expected now"),
         (said(encode([3, "go away"])), b"", "it refused: go away"),
         (challenge(), challenge(), "Challenge is not expected now"),
         (challenge(), said(b"garbage"), "not a greeting"),
         (challenge(), said(encode([3, "go away"])), "it refused: go away"),
-        (challenge(), frames.encode(Kind.MESSAGE, b"early"), "a message came before the hello was answered"),
-        (challenge(), head(Kind.CONTROL, 100_000), "a header of"),
+        (challenge(), frames.encode(FrameKind.MESSAGE, b"early"), "a message came before the hello was answered"),
+        (challenge(), head(FrameKind.CONTROL, 100_000), "a header of"),
     ],
 )
 def test_a_listener_that_answers_with_something_else(first, then, reason):

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.p2p.lane import Lane
-from shoal.p2p.sealing import Keys
+from shoal.p2p.sealing import LaneKeys
 from tests.forked import ForkedProcess
 from tests.p2p.lane_ends import PATIENCE, End
 from tests.p2p.lane_worker import HOG_SECONDS
@@ -31,7 +31,7 @@ def other_process(end: End, mode: str) -> Iterator[tuple[ForkedProcess, Lane]]:
         process.stdin.flush()
         port = process.stdout.readline()
         lane = end.lane(end.peer)
-        lane.dial(("127.0.0.1", int(port)), bytes(32), Keys(AESGCM, ours, theirs))
+        lane.dial(("127.0.0.1", int(port)), bytes(32), LaneKeys(AESGCM, ours, theirs))
         yield process, lane
     finally:
         process.kill()

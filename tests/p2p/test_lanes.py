@@ -153,7 +153,7 @@ def test_a_goodbye_waits_for_who_reads_late(monkeypatch):
                 while True:
                     filled += connection.socket.send(bytes(size), socket.MSG_DONTWAIT)
         late.lane.leave()
-        late.lane.part()
+        late.lane.finish()
         time.sleep(0.5)
         while filled:
             filled -= len(late.socket.recv(min(filled, 1 << 20)))

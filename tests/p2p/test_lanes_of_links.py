@@ -31,7 +31,7 @@ def send(end: Recorder, to: Recorder, number: int, data: bytes | bytearray) -> N
 
 
 def lane_of(end: Recorder, other: Recorder) -> Any:
-    return end.transport._peers[other.transport.peer_id].lane
+    return end.transport._lanes.beside.get(end.transport._peers[other.transport.peer_id])
 
 
 async def joined(one: Recorder, other: Recorder) -> None:
@@ -101,7 +101,7 @@ def test_who_closes_lets_a_lane_leave_that_came_after_all_others_had_gone():
         async with sockets(None, None) as (one, other):
             await joined(one, other)
             one.transport.disconnect(other.transport.peer_id)
-            await eventually(lambda: not one.transport._lanes._lanes and other.lost)
+            await eventually(lambda: not one.transport._lanes.beside and other.lost)
             await joined(one, other)
             await other.until_messages(2)
             for number in range(20):
@@ -134,7 +134,7 @@ def test_a_peer_that_was_disconnected_is_not_reported_and_leaves_no_lane():
             lane = lane_of(one, other)
             one.transport.disconnect(other.transport.peer_id)
             await other.until_lost(one.transport.peer_id)
-            await eventually(lambda: not one.transport._lanes._lanes and not other.transport._lanes._lanes)
+            await eventually(lambda: not one.transport._lanes.beside and not other.transport._lanes.beside)
             assert lane.over.is_set()
             assert not one.lost
 
@@ -199,7 +199,7 @@ def test_a_token_is_good_once_and_not_for_long_and_a_wrong_one_never(monkeypatch
             assert await is_closed(address, b"\0" + os.urandom(31))
             monkeypatch.setattr(lanes, "TOKEN_SECONDS", 0.01)
             monkeypatch.setattr(Lane, "dial", lambda self, address, token, keys: tokens.append(token))
-            one.transport._lanes._offer(one.transport._peers[other.transport.peer_id])
+            lane_of(one, other).offer()
             await eventually(lambda: len(tokens) == 2)
             await eventually(lambda: not other.transport._lanes._tokens)
             assert await is_closed(address, tokens[1])
@@ -213,13 +213,13 @@ def test_a_lane_has_four_connections_and_not_more():
     async def main() -> None:
         async with sockets(None, None) as (one, other):
             await joined(one, other)
-            link = one.transport._peers[other.transport.peer_id]
+            lane = lane_of(one, other)
             for _ in range(MAX_CONNECTIONS):
-                one.transport._lanes._offer(link)
-            await eventually(lambda: link.dialled_lanes == MAX_CONNECTIONS + 1)
-            assert lane_of(one, other).connections <= MAX_CONNECTIONS
+                lane.offer()
+            await eventually(lambda: lane._used == MAX_CONNECTIONS + 1)
+            assert lane.connections <= MAX_CONNECTIONS
             for _ in range(lanes.MAX_KEYS - MAX_CONNECTIONS):
-                one.transport._lanes._offer(link)
+                lane.offer()
             await other.until_lost(one.transport.peer_id)
 
     asyncio.run(main())
@@ -231,11 +231,10 @@ def test_a_lane_has_one_connection_until_a_chunk_has_passed(at_once):
         async with sockets(None, None) as (one, other):
             await one.transport.dial(await other.transport.listen(LOOPBACK))
             await eventually(lambda: other.transport.is_connected(one.transport.peer_id))
-            link = one.transport._peers[other.transport.peer_id]
-            one.transport._lanes.of(link)
+            one.transport._lanes.of(one.transport._peers[other.transport.peer_id])
             await eventually(lambda: at_once or other.transport._lanes.connections)
             for _ in range(MAX_CONNECTIONS - 1):
-                one.transport._lanes._offer(link)
+                lane_of(one, other).offer()
             await eventually(lambda: other.transport._lanes.connections)
             await asyncio.sleep(0.2)
             assert other.transport._lanes.connections == 1
@@ -270,14 +269,14 @@ def test_a_connection_that_does_not_open_is_tried_again_a_few_times(monkeypatch,
 
     async def main() -> None:
         async with sockets(None, None) as (one, other):
-            came, tried = other.transport.lane_came, 0
+            came, tried = other.transport.token_came, 0
 
-            def lane_came(link: Any, token: bytes) -> None:
+            def token_came(link: Any, token: bytes) -> None:
                 nonlocal tried
                 tried += 1
                 came(link, token if tried > fails else bytes(32))
 
-            other.transport.lane_came = lane_came
+            other.transport.token_came = token_came
             await one.transport.dial(await other.transport.listen(LOOPBACK))
             send(one, other, 0, bytes(LANE_BYTES))
             if fails == 1:
@@ -295,14 +294,14 @@ def test_a_lane_waits_for_a_listener_that_stands_still(monkeypatch):
 
     async def main() -> None:
         async with sockets(None, None) as (one, other):
-            came, tried = other.transport.lane_came, []
+            came, tried = other.transport.token_came, []
 
-            def lane_came(link: Any, token: bytes) -> None:
+            def token_came(link: Any, token: bytes) -> None:
                 tried.append(token)
                 time.sleep(0.5)
                 came(link, token)
 
-            other.transport.lane_came = lane_came
+            other.transport.token_came = token_came
             await one.transport.dial(await other.transport.listen(LOOPBACK))
             send(one, other, 0, bytes(LANE_BYTES))
             await other.until_messages(1)

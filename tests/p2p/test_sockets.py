@@ -18,7 +18,7 @@ import shoal.p2p.sockets
 from shoal.p2p import tcp
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.identity import Identity, PeerID
-from shoal.p2p.link import Stage
+from shoal.p2p.link import Greeting, Stage
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from tests.p2p.recorder import LOOPBACK, Recorder, deafen, eventually, hear, sockets
@@ -44,7 +44,7 @@ def test_a_dialler_that_claims_another_peer_id_is_refused():
 
 
 def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.sockets.REFUSAL_TIME", 0.05)
+    monkeypatch.setattr("shoal.p2p.sides.REFUSAL_TIME", 0.05)
 
     async def main():
         async with sockets(None, None) as (listener, impostor):
@@ -52,7 +52,9 @@ def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
             impostor.transport.peer_id = Identity().peer_id
             # It looks away when the refusal comes, so it does not hang up by itself.
             heard = impostor.transport.heard
-            impostor.transport.heard = lambda link, payload: None if link.said_hello else heard(link, payload)
+            impostor.transport.heard = lambda link, payload: (
+                None if link.greeting is Greeting.SAID_HELLO else heard(link, payload)
+            )
             started = time.monotonic()
             with pytest.raises(PeerUnreachable, match="connection was lost"):
                 await impostor.transport.dial(address)

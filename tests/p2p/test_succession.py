@@ -12,13 +12,13 @@ import pytest
 
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.greeting import Moved
-from shoal.p2p.route import Route
+from shoal.p2p.route import PeerRoute
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.p2p.sockets import LANE_BYTES
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
 
 
-class Pairs(Route):
+class Pairs(PeerRoute):
     """Connects to a transport that does not listen: by pairs of sockets."""
 
     def __init__(self, other: Recorder) -> None:
@@ -76,10 +76,10 @@ def test_all_messages_come_once_and_in_order_while_links_take_each_others_place(
             talks = [asyncio.create_task(talk(one, other)), asyncio.create_task(talk(other, one))]
             for _ in range(6):
                 await asyncio.sleep(rng.choice([0, 0.005, 0.05]))
-                before = link_of(other, one)
+                own, before = link_of(one, other), link_of(other, one)
                 await eventually(lambda: not (one.transport._moves or other.transport._moves))
                 await succeed(one, other)
-                assert link_of(one, other).succeeds
+                assert link_of(one, other) is not own
                 await other.until(lambda before=before: link_of(other, one) is not before)  # type: ignore[misc]
             going = False
             await asyncio.gather(*talks)
@@ -96,7 +96,7 @@ def test_all_messages_come_once_and_in_order_while_links_take_each_others_place(
                 )
             assert one.lost == other.lost == []
             await eventually(lambda: all(len(end.transport._links) == 1 for end in (one, other)))
-            await eventually(lambda: all(len(end.transport._lanes._lanes) <= 1 for end in (one, other)))
+            await eventually(lambda: all(len(end.transport._lanes.beside) <= 1 for end in (one, other)))
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.p2p.errors import PeerUnreachable
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.route import Route
+from shoal.p2p.route import PeerRoute
 from shoal.p2p.sealing import NAME_BYTES
 from shoal.p2p.sockets import LANE_BYTES
 from tests.p2p.recorder import LOOPBACK, Recorder, eventually, sockets
@@ -61,7 +61,7 @@ def cut(ends: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         end.transport.abort()
 
 
-class Over(Route):
+class Over(PeerRoute):
     """Connects over a line."""
 
     def __init__(self, line: Line) -> None:

@@ -171,7 +171,7 @@ class Member:
             **process_holds(),
             "tasks": len(asyncio.all_tasks()),
             "links": len(transport._links),
-            "lanes": len(transport._lanes._lanes),
+            "lanes": len(transport._lanes.beside),
             "names": sorted(thread.name for thread in threading.enumerate()),
             **{key: self.counts[key] for key in ("large", "rounds", "lost", "cut")},
         }

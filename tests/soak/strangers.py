@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from shoal.p2p import frames, greeting, tls
-from shoal.p2p.frames import Kind
-from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, Kept, Key, Token
+from shoal.p2p.frames import FrameKind
+from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, Key, LinkKept, Token
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.p2p.sealing import Header, Keys, Sealer, sealed_bytes, suite_of
+from shoal.p2p.sealing import Header, LaneKeys, Sealer, sealed_bytes, suite_of
 
 encode = msgspec.msgpack.encode
 MOST_SECONDS = 3.0  # that an attack holds on to its connection
@@ -48,7 +48,7 @@ class Stranger:
             head = await self.reader.readexactly(24)
             sizes = struct.unpack("!5I", head[4:])
             payload = await self.reader.readexactly(sum(sizes))
-            if head[0] == Kind.CONTROL:
+            if head[0] == FrameKind.CONTROL:
                 return greeting.decode(memoryview(payload))
 
     async def write(self, data: bytes) -> None:
@@ -56,7 +56,7 @@ class Stranger:
         await self.writer.drain()
 
     async def say(self, said: bytes) -> None:
-        await self.write(frames.encode(Kind.CONTROL, said))
+        await self.write(frames.encode(FrameKind.CONTROL, said))
 
     async def hello(self, **changed: object) -> bytes:
         """A good hello, but for what is changed."""
@@ -71,8 +71,8 @@ class Stranger:
     async def join(self) -> None:
         """Become a peer of the victim."""
         await self.say(await self.hello())
-        assert isinstance(await self.hear(), Kept)
-        await self.say(encode(Kept()))
+        assert isinstance(await self.hear(), LinkKept)
+        await self.say(encode(LinkKept()))
 
 
 class Strangers:
@@ -207,7 +207,7 @@ class Strangers:
     async def good_hello_then_garbage(self) -> None:
         async def act(who: Stranger) -> None:
             await who.join()
-            kind = self.rng.choice([Kind.CONTROL, Kind.MESSAGE])
+            kind = self.rng.choice([FrameKind.CONTROL, FrameKind.MESSAGE])
             garbage = self.rng.randbytes(self.rng.choice([1, 100, 4000]))
             for _ in range(self.rng.choice([1, 100])):
                 await who.write(self.rng.choice([garbage, frames.encode(kind, garbage)]))
@@ -228,7 +228,7 @@ class Strangers:
     async def half_a_large_message(self) -> None:
         async def act(who: Stranger) -> None:
             await who.join()
-            whole = frames.encode(Kind.MESSAGE, b"header", [bytes(4 << 20)])
+            whole = frames.encode(FrameKind.MESSAGE, b"header", [bytes(4 << 20)])
             await who.write(whole[: self.rng.randrange(len(whole))])
             await asyncio.sleep(self._seconds())
 
@@ -237,7 +237,7 @@ class Strangers:
     async def tiny_frames(self, number: int = 2000) -> None:
         async def act(who: Stranger) -> None:
             await who.join()
-            tiny = frames.encode(Kind.MESSAGE, b"\xc0") * 100
+            tiny = frames.encode(FrameKind.MESSAGE, b"\xc0") * 100
             for _ in range(number // 100):
                 await who.write(tiny)
 
@@ -251,7 +251,7 @@ class Strangers:
             transport: Any = who.writer.transport
             transport.pause_reading()
             for _ in range(20):
-                await who.write(frames.encode(Kind.MESSAGE, b"\xc0") * 100)
+                await who.write(frames.encode(FrameKind.MESSAGE, b"\xc0") * 100)
             await asyncio.sleep(self._seconds())
 
         await self._as_stranger(act)
@@ -286,7 +286,7 @@ class Strangers:
             await who.say(encode(Key(key, True, False)))
             token = await who.hear()
             assert isinstance(token, Token)
-            keys = Keys(suite_of(token.aes), key, token.key)
+            keys = LaneKeys(suite_of(token.aes), key, token.key)
             with self._plain() as connection:
                 await act(connection, token.token, Sealer(keys.suite, keys.sealing))
 
