@@ -129,7 +129,7 @@ def test_one_that_doubts_alone_deposes_nobody() -> None:
                 taking = msg.TakeOver(swarm.tip, (doubt,) * 3)
                 liar.peer.node.notify(keys, swarm.service, taking)
             await asyncio.sleep(0.05)
-            assert not any(other.peer.swarm.peer.participant.deposed for other in others)
+            assert not any(other.peer.swarm.peer.participant.at.deposed for other in others)
         assert_alike(others)
         lying.cancel()
 
@@ -166,7 +166,7 @@ def test_who_stood_still_itself_doubts_nobody() -> None:
             await asyncio.sleep(8.0)
             for _ in range(10):
                 await asyncio.sleep(0.2)
-                assert not held.peer.swarm.peer.participant.doubted
+                assert not held.peer.swarm.peer.participant.at.doubted
         for task in training:
             task.cancel()
 

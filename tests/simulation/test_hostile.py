@@ -433,8 +433,8 @@ def test_a_round_that_ends_while_its_members_are_dialled_has_no_effect_on_the_ne
         async def prepare() -> None:
             prepared.append(before)
 
-        assert first.peer.participant.input is not None
-        first.peer.participant.input.prepare = prepare
+        assert first.peer.participant.given.input is not None
+        first.peer.participant.given.input.prepare = prepare
         await first._enter(before)
         assert first.peer.participant.begin is begin, "the scenario tests nothing"
         assert heard == []

@@ -99,7 +99,7 @@ def test_who_held_up_too_many_is_doubted_as_the_next_coordinator_at_once() -> No
         patience.committed([key(4)], key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
     assert [type(send.message) for send in peer.out if isinstance(send, Send)] == [Doubt]
-    assert key(4) in peer.participant.doubted
+    assert key(4) in peer.participant.at.doubted
 
 
 def test_where_no_samples_are_counted_nobody_is_kept_out_or_doubted_for_that() -> None:
@@ -107,7 +107,7 @@ def test_where_no_samples_are_counted_nobody_is_kept_out_or_doubted_for_that() -
     for now in (0.0, 1.0):
         peer.participant.silence.patience.committed([key(4)], key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
-    assert not peer.participant.doubted
+    assert not peer.participant.at.doubted
 
 
 def counting_peer(rules: Rules = RULES) -> Peer:
@@ -124,16 +124,16 @@ def begin_and_end(peer: Peer, attempt: int, now: float, lasts: float) -> None:
     begin = begin_of(members(2, 3, 4), coordinator=4, attempt=attempt)
     peer.receive(key(4), begin, [], now)
     peer.receive(key(4), Abort(begin.round, "not yet"), [], now + lasts)
-    peer.participant.error = None
+    peer.participant.given.error = None
     peer.participant.next_step(now + lasts)
 
 
 def test_who_ends_each_of_its_rounds_is_doubted_after_a_few() -> None:
     peer = counting_peer()
     for attempt in range(1, MOST_ENDED + 1):
-        assert not peer.participant.doubted
+        assert not peer.participant.at.doubted
         begin_and_end(peer, attempt, now=0.01 * attempt, lasts=0.005)
-    assert set(peer.participant.doubted) == {key(4)}
+    assert set(peer.participant.at.doubted) == {key(4)}
 
 
 def test_a_coordinator_has_no_more_time_for_two_rounds_than_for_one() -> None:
@@ -142,9 +142,9 @@ def test_a_coordinator_has_no_more_time_for_two_rounds_than_for_one() -> None:
     begin_and_end(peer, 1, now=0.0, lasts=limit - 5.0)
     peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, attempt=2), [], limit - 4.0)
     peer.look(lambda key: 0, limit - 1.0)
-    assert not peer.participant.doubted
+    assert not peer.participant.at.doubted
     peer.look(lambda key: 0, limit + 1.0)
-    assert set(peer.participant.doubted) == {key(4)}
+    assert set(peer.participant.at.doubted) == {key(4)}
 
 
 def test_a_coordinator_owes_nothing_while_too_few_are_here() -> None:
@@ -154,7 +154,7 @@ def test_a_coordinator_owes_nothing_while_too_few_are_here() -> None:
     begin_and_end(peer, 1, now=0.0, lasts=1.0)
     for now in range(2, int(limit) + 10):
         peer.look(lambda key: 0, float(now))
-    assert not peer.participant.doubted
+    assert not peer.participant.at.doubted
 
 
 def test_who_has_signed_a_void_commit_is_doubted_at_once() -> None:
@@ -162,7 +162,7 @@ def test_who_has_signed_a_void_commit_is_doubted_at_once() -> None:
     peer.receive(key(3), commit_by(4), [], 0.0)
     peer.out.clear()
     peer.give_up_missed(1.0)
-    assert set(peer.participant.doubted) == {key(4)}
+    assert set(peer.participant.at.doubted) == {key(4)}
     assert [send.to for send in peer.out if isinstance(send, Send) and isinstance(send.message, Doubt)] == [keys(3)]
 
 

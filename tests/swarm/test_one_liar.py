@@ -110,9 +110,9 @@ def test_a_commit_by_an_invented_peer_is_none() -> None:
     peer = peer_2()
     with pytest.raises(RuleBroken, match="no member"):
         peer.receive(key(3), commit_by(NOBODY), [], 0.0)
-    assert peer.participant.missed is None
+    assert peer.participant.at.missed is None
     peer.receive(key(3), commit_by(4), [], 0.0)
-    assert peer.participant.missed is not None
+    assert peer.participant.at.missed is not None
 
 
 def test_a_coordinator_cannot_make_up_how_many_samples_are_behind_a_state() -> None:
@@ -122,7 +122,7 @@ def test_a_coordinator_cannot_make_up_how_many_samples_are_behind_a_state() -> N
         peer.receive(key(1), commit_by(1, BEGIN.round, 1e300), [], 0.0)
     assert peer.tip == TIP
     peer.receive(key(1), commit_by(1, BEGIN.round, sum(BEGIN.weights)), [], 0.0)
-    assert peer.participant.missed is not None, "its result is not here"
+    assert peer.participant.at.missed is not None, "its result is not here"
 
 
 def test_elsewhere_never_hastens_a_round() -> None:
@@ -305,7 +305,7 @@ def test_many_doubts_in_one_message_cost_no_more_than_one(how: str) -> None:
     with suppress(RuleBroken):
         peer.receive(key(3), TakeOver(TIP, tuple(doubts)), [], 0.0)
     assert signs.looked_at <= 1
-    assert not peer.participant.deposed
+    assert not peer.participant.at.deposed
 
 
 def test_a_doubt_that_is_repeated_costs_nothing() -> None:
@@ -327,7 +327,7 @@ def test_doubts_of_a_coordinator_that_is_lost_here_count_for_those_who_still_wai
     assert peer.view.lose(key(4))
     for number in (3, 5, 6):
         peer.receive(key(number), doubt_of(4, by=number), [], 0.0)
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
     peer.out.clear()
     peer.receive(key(6), doubt_of(4, by=6), [], 1.0)
     (sent,) = peer.out
@@ -346,9 +346,9 @@ def test_who_has_lost_a_coordinator_doubts_it_with_those_who_wait_for_it() -> No
     peer.view.reaches = lambda key_: key_ != key(4)
     assert peer.view.lose(key(4))
     peer.receive(key(3), doubt_of(4, by=3), [], 0.0)
-    assert not peer.participant.deposed
+    assert not peer.participant.at.deposed
     peer.receive(key(5), doubt_of(4, by=5), [], 0.0)  # two of four; and this peer
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
 
 
 def successor_of_a_lost_coordinator() -> tuple[Peer, Begin]:
@@ -462,7 +462,7 @@ def test_nobody_has_it_forgotten_that_it_has_begun_a_round_by_signing_many() -> 
         elsewhere_with(peer, 4, attempt)
     begin = begin_of(members(3), coordinator=4, chunks=9)
     assert not peer.participant.is_begun(begin, key(3)), "the second under its ballot"
-    assert len(peer.participant._begun[key(4)]) == MAX_BEGUN
+    assert len(peer.participant.at.begun[key(4)]) == MAX_BEGUN
     assert not peer.participant._proven, "that is no proof any more"
     elsewhere_with(peer, 4, 2 * MAX_BEGUN - 1, chunks=9)
     assert set(peer.participant._proven) == {key(4)}
@@ -478,7 +478,7 @@ def test_nobody_has_it_forgotten_that_a_member_has_begun_a_round() -> None:
         begin = msgspec.structs.replace(begin_of(members(3), coordinator=4), ballot=stranger)
         with suppress(RuleBroken):
             peer.receive(key(3), Elsewhere(member(4), begin), [], 0.0)
-    assert len(peer.participant._begun) == MAX_SIGNERS + 1
+    assert len(peer.participant.at.begun) == MAX_SIGNERS + 1
     elsewhere_with(peer, 4, chunks=9)
     assert set(peer.participant._proven) == {key(4)}
 
@@ -516,13 +516,13 @@ def test_who_is_behind_doubts_no_coordinator() -> None:
     peer.asks_coordinator(coordinator, 10.0, samples=0.0)
     peer.told(key(3), TIP.after(b"root", 8.0), 11.0)
     peer.doubts.look(30.0)
-    assert coordinator not in peer.participant.doubted
+    assert coordinator not in peer.participant.at.doubted
 
 
 def test_as_many_doubts_as_there_are_can_be_passed_on() -> None:
     peer = peer_2()
     for of in range(3):
-        peer.participant.deposed[key(of)] = None
+        peer.participant.at.deposed[key(of)] = None
         peer.doubts._said.update({(key(of), by.to_bytes(32)): doubt_of(of, by=3) for by in range(1000)})
     survey = Survey(TIP, bytes(16), Ballot(2, key(2)), (), None, peer.doubts.evidence)
     assert len(signer(2).sign(survey).doubts) == MAX_DOUBTS
@@ -597,11 +597,11 @@ def test_what_a_liar_adds_to_a_take_over_is_not_passed_on() -> None:
     true = [doubt_of(4, by=number) for number in (3, 5, 6)]
     false = [doubt_of(4, by=5, signed_by=3), doubt_of(4, by=7, signed_by=3)]
     peer.receive(key(3), TakeOver(TIP, (*true, *false)), [], 0.0)
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
     other = peer_2()
     other.view.learn(members(5, 6, 7))
     other.receive(key(3), TakeOver(TIP, peer.doubts.evidence), [], 0.0)
-    assert key(4) in other.participant.deposed
+    assert key(4) in other.participant.at.deposed
 
 
 def test_elsewhere_makes_nobody_dial_without_end() -> None:
@@ -674,7 +674,7 @@ def test_doubts_of_a_deposed_coordinator_that_repeat_are_answered_once() -> None
     peer.view.learn(members(5))
     for number in (3, 5):
         peer.receive(key(number), doubt_of(4, by=number), [], 0.0)
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
 
     def answers() -> int:
         return sum(
@@ -697,7 +697,7 @@ def test_a_deposed_coordinator_that_was_away_hears_of_it_when_it_is_back() -> No
     for number in (3, 4):
         peer.doubts.doubt(key(number))
         peer.receive(key(7 - number), doubt_of(number, by=7 - number), [], 0.0)
-    assert peer.participant.deposed.keys() == {key(3), key(4)}
+    assert peer.participant.at.deposed.keys() == {key(3), key(4)}
 
     def told() -> list[tuple[bytes, ...]]:
         peer.out.clear()

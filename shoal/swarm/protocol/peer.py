@@ -88,17 +88,10 @@ class Peer:
         self.newcomers = self._history.newcomers
         self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
-        self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
-        # At this tip: members that follow a deposed coordinator, and since when this peer gives way to that one.
-        self._gave_way: dict[bytes, float] = {}
         # Signers of void COMMITs: until when their COMMITs are not believed, and for how long that was.
         self._void: dict[bytes, tuple[float, float]] = {}
         self._lead_nothing()
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
-        # At this tip: (lost member, round) for which the COMMIT of the round was passed on.
-        self._passed_on: dict[tuple[bytes, bytes], None] = {}
-        # At this tip, by member: how many doubts about deposed coordinators this peer has sent to it.
-        self._shown: dict[bytes, int] = {}
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
@@ -108,12 +101,12 @@ class Peer:
     @property
     def tip(self) -> Tip:
         """The state that this peer is at."""
-        return self.participant.tip
+        return self.participant.at.tip
 
     @property
     def last(self) -> int:
-        """See `Participant.contributed`."""
-        return self.participant.contributed
+        """See `AtTip.contributed`."""
+        return self.participant.at.contributed
 
     def hello(self) -> msg.Hello:
         """A HELLO about this peer and the members that it knows."""
@@ -128,14 +121,14 @@ class Peer:
         """A message has arrived. Returns the answer if it is a request. Raises Refused if the message breaks a rule."""
         participant = self.participant
         asks_of_round = isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping) and sender != self._me
-        if asks_of_round and (commit := participant.commit_of(message.round)) is not None:
+        if asks_of_round and (commit := participant.at.commit_of(message.round)) is not None:
             self._send([sender], commit)  # the sender has missed this COMMIT
         match message:
             case msg.Progress():
                 return self._on_progress(sender, message, now)
             case msg.Join():
                 return self._on_join(sender, message, bytes(buffers[0]) if buffers else b"", now)
-            case msg.Survey() if message.tip != self.tip and participant.commit_of(message.round) is None:
+            case msg.Survey() if message.tip != self.tip and participant.at.commit_of(message.round) is None:
                 return self.hello()
             case msg.Survey():
                 return participant.on_survey(sender, message, buffers, now)
@@ -144,7 +137,7 @@ class Peer:
             case msg.Fetch() | msg.Digests():
                 return self.redo.answer(message, now) or participant.on_fetch(message)
             case msg.After():
-                known = (commit for commit in participant.commits if commit.tip == message.tip)
+                known = (commit for commit in participant.at.commits if commit.tip == message.tip)
                 if (next_one := self.redo.after(message, now) or next(known, None)) is None:
                     raise Refused("this peer does not know which round has followed that state")
                 return next_one
@@ -153,10 +146,9 @@ class Peer:
             case msg.Part() | msg.Result():
                 participant.on_chunk(sender, message, buffers)
             case msg.Begin():
-                participant.on_begin(sender, message, buffers, now)
+                join_to_begin = self.lead.join_to_begin if sender == self._me else None
+                participant.on_begin(sender, message, buffers, now, join_to_begin)
                 self.newcomers.is_over(now)
-                if sender == self._me:
-                    participant.join_to_begin = self.lead.join_to_begin
             case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
             case msg.Done() | msg.Broken() | msg.Waiting():
@@ -243,13 +235,13 @@ class Peer:
             self.out.extend(lead.elsewhere(key, now))
         elif begin is None or not self._names(begin, key):
             self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
-        elif lead.is_of(begin.round) and (holder := begin.ballot.coordinator) in self.participant.deposed:
+        elif lead.is_of(begin.round) and (holder := begin.ballot.coordinator) in self.participant.at.deposed:
             if isinstance(request, msg.Survey) and all(doubt.of != holder for doubt in request.doubts):
                 if request.ballot == lead.ballot:  # the survey came before most members doubted that coordinator
                     lead.doubts = self.doubts.evidence
                     self.out.extend(lead.start_survey(now))
                 return
-            if now < self._gave_way.setdefault(key, now) + NOTICE_SECONDS:
+            if now < self.participant.at.gave_way.setdefault(key, now) + NOTICE_SECONDS:
                 # That member may not have noticed yet that the coordinator is lost, or it follows another member that
                 # has taken the round over. Until NOTICE_SECONDS have passed, this peer gives way and asks again every
                 # second.
@@ -304,7 +296,7 @@ class Peer:
         """A member has said at which state it is."""
         if key == self._me:
             return  # a message of this peer to itself may be outdated
-        participant, commit = self.participant, self.participant.commit
+        participant, commit = self.participant, self.participant.at.commit
         if self.keeps_state and not tip.is_state_of(self.tip):
             self.tips.append((key, tip))
         # A member at the tip before, which was in the round from there, is about to receive the commit. But if it had
@@ -326,7 +318,7 @@ class Peer:
             self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
-        if participant.begin is None and participant.input is not None and participant.input.tip is None:
+        if participant.begin is None and participant.given.input is not None and participant.given.input.tip is None:
             self.move(tip, now)  # the input does not depend on a state, so continue from the state of the others
         self.news += 1
 
@@ -337,8 +329,7 @@ class Peer:
             self._send(self.view.others(), self.hello())
         if not tip.is_state_of(self.tip):
             self.redo.clear()
-        self.participant.move(tip)
-        self.participant.made |= made
+        self.participant.move(tip, made=made)
         self._history.skipped()
         self._new_tip(now, downloaded=self.keeps_state and not made)
         self._send(self.view.others(), self.hello())
@@ -350,7 +341,6 @@ class Peer:
         self.doubts.new_tip()
         self.newcomers.new_tip(self.tip, now)
         self._history.punctuality.new_tip()
-        self._postponed, self._gave_way, self._passed_on, self._shown = {}, {}, {}, {}
         if self.lead.tip != self.tip:
             self._lead_nothing()
         self.news += 1
@@ -360,7 +350,7 @@ class Peer:
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
-        if commit.tip != self.tip or participant.missed is not None:
+        if commit.tip != self.tip or participant.at.missed is not None:
             return  # another member has passed it on before, or this peer is at another state
         begin = participant.begin
         require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
@@ -390,7 +380,7 @@ class Peer:
         name. If that is a single one of several members, the coordinator must be one that this peer has met."""
         participant, votes = self.participant, Counter(commit.next_tip for commit in commits)
         others = sum(self.view.reaches(key) and self.view.keeps_state(key) for key in self.view.others())
-        for commit in commits if participant.missed is None else ():
+        for commit in commits if participant.at.missed is None else ():
             count = votes[commit.next_tip]
             are_most = commit.tip == self.tip and 2 * count > len(commits)
             is_known = count > 1 or 2 * count > others or self._may_decide(commit.coordinator)
@@ -412,9 +402,9 @@ class Peer:
     def _may_decide(self, key: bytes) -> bool:
         """Whether that peer may coordinate a round of this tip: it is or was a member here. Otherwise an attacker could
         stop the run with void COMMITs, each signed with a new key."""
-        participant, last = self.participant, self.participant.commit
+        participant, last = self.participant, self.participant.at.commit
         was_in_the_last = last is not None and key in last.members
-        return self.view.has_met(key) or key in participant.asked or participant.is_with(key) or was_in_the_last
+        return self.view.has_met(key) or key in participant.at.asked or participant.is_with(key) or was_in_the_last
 
     def _advance(self, commit: msg.Commit, now: float) -> None:
         begin = self.participant.begin_of(commit)
@@ -426,7 +416,7 @@ class Peer:
             stayed = {member.key for member in commit.view}
             out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
             led, patience = commit.coordinator == self._me, self.participant.silence.patience
-            for key in [key for key, alone in self._postponed.items() if alone and led]:
+            for key in [key for key, alone in self.participant.at.postponed.items() if alone and led]:
                 patience.held_up(key, now)  # it said that it was in another round, so this one waited in vain
             patience.committed(out, commit.coordinator, now, led=led)
         self.doubts.committed(commit.coordinator, led=not self.lead.over)
@@ -443,7 +433,7 @@ class Peer:
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
         """This peer has fetched the result of a round that it missed or did not use; see `Participant.has_result`."""
         self.participant.has_result(exchange, commit, missed=missed)
-        if commit is self.participant.missed:
+        if commit is self.participant.at.missed:
             self._advance(commit, now)
             # The members of the round believe that this peer is behind. If it is, it replays the next round now.
             if self.participant.behind(now) is None:
@@ -451,7 +441,7 @@ class Peer:
 
     def give_up_missed(self, now: float) -> None:
         """No member can send the result of the missed round. So its COMMIT is void, and the round is repeated."""
-        if (commit := self.participant.missed) is not None:
+        if (commit := self.participant.at.missed) is not None:
             _, seconds = self._void.get(commit.coordinator, (now, FIRST_VOID_SECONDS / 2))
             seconds = min(2 * seconds, LONGEST_VOID_SECONDS)
             self._void[commit.coordinator] = now + seconds, seconds
@@ -471,8 +461,8 @@ class Peer:
             self.news += 1
         if call.tip != self.tip:
             self._send([sender], self.hello())
-        elif participant.missed is not None:
-            self._send([sender], participant.missed)
+        elif participant.at.missed is not None:
+            self._send([sender], participant.at.missed)
         elif participant.begin is not None:
             # If nobody coordinates that round any more, this peer takes it over, or waits for the member that does.
             in_it = self.view.members.get(self._coordinator_of_round() or self._me, self.view.me)
@@ -488,7 +478,7 @@ class Peer:
 
     def is_called(self) -> None:
         """The coordinator has called the round of this tip."""
-        self.participant.called = True
+        self.participant.is_called()
         self.news += 1
 
     def _on_progress(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
@@ -552,13 +542,13 @@ class Peer:
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
         """A member has sent a report or a JOIN for that tip. If the tip's round was committed, send it the COMMIT."""
         self.told(sender, tip, now)
-        for commit in self.participant.commits:
+        for commit in self.participant.at.commits:
             if commit.tip == tip and sender != self._me:
                 self._send([sender], commit)
 
     def _elsewhere(self, tip: Tip) -> Answer:
         """The answer to a message for the coordinator of that tip; None if this peer is the coordinator."""
-        if tip != self.tip or self.participant.missed is not None:
+        if tip != self.tip or self.participant.at.missed is not None:
             return self.hello()
         if not self.lead.over:
             return None
@@ -575,7 +565,7 @@ class Peer:
     def _leading(self, now: float) -> Coordinator:
         """This peer's `Coordinator` of this tip; makes a new one if the last one is over."""
         if self.lead.over:
-            commit = self.participant.commit
+            commit = self.participant.at.commit
             # A COMMIT's view lacks the members that were put out of the round. BEGIN does not wait for those, nor for
             # members that have gone back to an earlier state.
             there = () if commit is None else {m.key for m in commit.view}.intersection(commit.members)
@@ -593,7 +583,7 @@ class Peer:
                 haste=self.doubts.haste(),
                 patience=self.participant.silence.patience,
                 ballot=self.lead.ballot,  # so that this peer never begins two rounds under one ballot
-                postponed=self._postponed,
+                postponed=self.participant.at.postponed,
             )
             self.out.extend(self.lead.expect(self.view.connected(), now))
         return self.lead
@@ -627,14 +617,16 @@ class Peer:
     def _will_not_take_over(self, sender: bytes, broken: msg.Broken, now: float) -> None:
         """A member has given up the round that it coordinates, or was to take over. If this peer was done, a result may
         be decided, so another member takes the round over. Otherwise the round fails here."""
-        participant, begin = self.participant, self.participant.begin
-        is_of_it = begin is not None and begin.round == broken.round
-        if not is_of_it or sender != (self._coordinator_of_round() or self._successor()):
+        round = self.participant.round
+        if round is None or round.begin.round != broken.round:
             return
-        if participant.done is None:
-            participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"))
+        if sender != (self._coordinator_of_round() or self._successor()):
+            return
+        if round.done is None:
+            error = f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"
+            self.participant.fail(AveragingError(error))
         else:
-            participant.unable[sender] = None
+            self.participant.is_unable(sender)
             self.succeed(now)
 
     def wake_at(self) -> float | None:
@@ -679,13 +671,13 @@ class Peer:
         if known:
             self.redo.want(now)  # it may come back
         self._joining.pop(key, None)
-        self._shown.pop(key, None)
+        participant.at.shown.pop(key, None)
         self.newcomers.gone(key)
-        for commit in participant.commits if known else ():
+        for commit in participant.at.commits if known else ():
             # The lost peer may have been a coordinator that died before all members had its COMMIT. This happens once
             # for each peer and COMMIT, so that one that comes and goes does not cause many messages.
-            if (key, commit.round) not in self._passed_on:
-                self._passed_on[key, commit.round] = None
+            if (key, commit.round) not in participant.at.passed_on:
+                participant.at.passed_on[key, commit.round] = None
                 self._send([other for other in commit.members if other not in (key, self._me)], commit)
         # If this peer coordinates the round itself, its coordinator knows of the loss.
         if participant.is_with(key) and self._coordinator_of_round() not in (None, self._me):
@@ -694,21 +686,23 @@ class Peer:
         self.succeed(now)
 
     def _coordinator_of_round(self) -> bytes | None:
-        """The coordinator of the round that this peer is in; None if it is lost, deposed, or has given the round up."""
-        participant, coordinator = self.participant, self.participant.ballot.coordinator
+        """The coordinator of the round that this peer is in, unless it is lost, deposed, or has given the round up."""
+        at, round, lead = self.participant.at, self.participant.round, self.lead
+        if round is None:
+            return None
+        coordinator = at.ballot.coordinator
         # This peer itself may have given way, and may coordinate another round of this tip by now.
-        begin, lead = participant.begin, self.lead
-        leads = begin is not None and lead.is_of(begin.round) and lead.phase is not Phase.ABORTED
-        gave_way = coordinator == self._me and begin is not None and not leads
-        is_there = self.view.reaches(coordinator) and coordinator not in {**participant.deposed, **participant.unable}
+        leads = lead.is_of(round.begin.round) and lead.phase is not Phase.ABORTED
+        gave_way = coordinator == self._me and not leads
+        is_there = self.view.reaches(coordinator) and coordinator not in {**at.deposed, **round.unable}
         return coordinator if is_there and not gave_way else None
 
     def succeed(self, now: float) -> None:
         """If nobody coordinates the round that this peer is in, take it over, or tell the member whose turn it is."""
-        participant = self.participant
-        begin, ballot = participant.begin, participant.ballot
-        if begin is None or self._coordinator_of_round() is not None or self._asks_to_take_over(begin):
+        participant, round = self.participant, self.participant.round
+        if round is None or self._coordinator_of_round() is not None or self._asks_to_take_over(round.begin):
             return
+        begin, ballot = round.begin, participant.at.ballot
         keys = {member.key for member in begin.members}
         if not self.view.reaches(ballot.coordinator):
             self.doubts.doubt(ballot.coordinator)
@@ -722,19 +716,19 @@ class Peer:
                 self.signer,
                 last=self.last,
                 phase=Phase.SURVEYING,
-                gathered=dict(participant.gathered),
+                gathered=dict(round.gathered),
                 begin=begin,
                 ballot=Ballot(ballot.number, self._me),
                 out={**participant.told_out, **{key: "lost" for key in keys if not self.view.reaches(key)}},
-                postponed=self._postponed,
+                postponed=participant.at.postponed,
                 took_over=True,
-                was_done=participant.done is not None,
+                was_done=round.done is not None,
                 doubts=self.doubts.evidence,
             )
             self.out.extend(self.lead.start_survey(now))
         elif successor is not None:
             # The successor may not even have the BEGIN.
-            gathered = msgspec.msgpack.encode(participant.gathered)
+            gathered = msgspec.msgpack.encode(round.gathered)
             self._send([successor], msg.Orphaned(begin), [gathered])
             self._tell_doubts(successor)
         else:
@@ -743,21 +737,23 @@ class Peer:
     def _asks_to_take_over(self, begin: msg.Begin) -> bool:
         """Whether this peer has taken that round over, and its own survey is still on its way to its participant."""
         lead = self.lead
-        return lead.is_of(begin.round) and not lead.over and lead.ballot > self.participant.ballot
+        return lead.is_of(begin.round) and not lead.over and lead.ballot > self.participant.at.ballot
 
     def _successor(self) -> bytes | None:
         """The member whose turn it is to take over this peer's round; None if no reachable member can."""
-        participant, begin = self.participant, self.participant.begin
-        keys = {member.key for member in begin.members} if begin is not None else set()
+        participant, round = self.participant, self.participant.round
+        if round is None:
+            return None
+        keys = {member.key for member in round.begin.members}
         able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
-        not_able = {**participant.doubted, **participant.unable, **participant.told_out}
+        not_able = {**participant.at.doubted, **round.unable, **participant.told_out}
         return next((key for key in able if key not in not_able), None)
 
     def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member has lost the coordinator of its round and believes that this peer is the successor."""
         begin, participant = orphaned.begin, self.participant
         require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
-        commit = participant.commit_of(begin.round)
+        commit = participant.at.commit_of(begin.round)
         if commit is not None or self.tip != begin.tip:
             self._send([sender], commit or self.hello())
             return
@@ -796,7 +792,7 @@ class Peer:
         self.doubts.look(now)
         self._count_doubts(now)  # the loss of members without doubts can make a majority
         self._take_over()
-        following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), None)
+        following = next((m.key for m in participant.candidates() if m.key not in participant.at.doubted), None)
         if following is None:
             # This peer doubts all candidates, and other members may doubt fewer. So it tells all members: if they did
             # not all know which candidates most members doubt, they could wait for different ones for ever.
@@ -821,7 +817,7 @@ class Peer:
         # This peer does not wait for a peer that it can't reach. But the sender does, and needs a majority of doubts.
         if not self.view.reaches(doubt.of):
             self.doubts.doubt(doubt.of)
-        if doubt.of in self.participant.deposed:
+        if doubt.of in self.participant.at.deposed:
             self._show_evidence(sender)
         if is_new:  # counting takes time, so it is done only for new doubts, and every second
             self._count_doubts(now)
@@ -848,9 +844,9 @@ class Peer:
         """Send a member the doubts for which coordinators were deposed. They are long, and doubts arrive every second,
         so this happens only once for each member. It happens again if there are more of them, because the member counts
         only doubts of members that it reaches itself, or if the member was lost meanwhile."""
-        evidence = self.doubts.evidence
-        if self._shown.get(key, 0) < len(evidence):
-            self._shown[key] = len(evidence)
+        evidence, shown = self.doubts.evidence, self.participant.at.shown
+        if shown.get(key, 0) < len(evidence):
+            shown[key] = len(evidence)
             self._send([key], msg.TakeOver(self.tip, evidence))
 
     def _depose(self, keys: Collection[bytes]) -> None:
@@ -867,7 +863,7 @@ class Peer:
             return
         if sender not in self.view.members:
             return
-        new = participant.deposed_by(message.doubts) - participant.deposed.keys()
+        new = participant.deposed_by(message.doubts) - participant.at.deposed.keys()
         self.doubts.hear(doubt for doubt in message.doubts if doubt.of in new)
         self._depose(new)
         if self._me in new and self.lead.is_before_begin:
@@ -899,7 +895,7 @@ class Peer:
         if not lead.over and lead.phase is not Phase.COUNTING:
             return lead.live() if lead.begin is not None else list(lead.expected)
         if participant.begin is not None:
-            return [participant.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
+            return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
         return [participant.joined] if participant.state is State.JOINED else []
 
     def _next_in_turn(self, now: float) -> list[bytes]:
@@ -922,7 +918,7 @@ class Peer:
         participant, lead = self.participant, self.lead
         leads = not lead.over and lead.is_of(ping.round)
         is_in = participant.begin is not None and participant.begin.round == ping.round
-        if participant.commit_of(ping.round) is not None:
+        if participant.at.commit_of(ping.round) is not None:
             return msg.Pong()
         knows = not ping.round or leads or is_in
         return msg.Pong(knows, participant.silence.signs)
