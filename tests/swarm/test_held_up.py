@@ -9,19 +9,20 @@ import pytest
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.book import Book
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Phase
 from shoal.swarm.protocol.doubts import DECIDE_SLACK_SECONDS, MOST_ENDED
+from shoal.swarm.protocol.gathering import REMINDER_SECONDS, Gathering
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.leading import Leading, Phase
 from shoal.swarm.protocol.messages import Abort, Broken, Commit, Doubt, Elsewhere, Survey
 from shoal.swarm.protocol.patience import FORGIVEN_SECONDS, LONGEST_PAUSE, SHORTEST_SECONDS, Patience
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
-from tests.swarm.rounds import RULES, begin_of, chunks_of, key, keys, member, members, signer
+from tests.swarm.rounds import RULES, begin_of, begun, chunks_of, key, keys, member, members, signer
 from tests.swarm.test_coordinator import ROOT, gathering, join, running, the
 from tests.swarm.test_lead import join as join_lead
-from tests.swarm.test_lead import leading, peer_of
+from tests.swarm.test_lead import peer_of
 from tests.swarm.test_one_liar import commit_by, peer_2
 from tests.swarm.wire import Digests
 
@@ -75,7 +76,7 @@ def test_a_round_begins_without_who_held_up_too_many_if_the_others_are_enough() 
         join(coordinator, number, now=1.0)
     assert coordinator.begin is not None
     assert [member.key for member in coordinator.begin.members] == sorted(keys(1, 2))
-    assert key(3) in coordinator.late, "it hears how the round ends"
+    assert key(3) in begun(coordinator, 1.0).late, "it hears how the round ends"
 
 
 def test_who_is_never_done_is_put_out_once_this_peer_is() -> None:
@@ -168,11 +169,13 @@ def test_who_has_signed_a_void_commit_is_doubted_at_once() -> None:
 
 def test_nobody_waits_for_the_state_that_an_auxiliary_peer_names() -> None:
     """It has none: who resigned for it, and was joined again, was told of it again."""
-    peer, lead = leading(1, 2, 3)
+    peer = peer_of(1, 2, 3)
+    join_lead(peer, 2)
+    lead = peer.lead
+    assert isinstance(lead, Gathering)
     peer.keeps_state = True
     peer.view.returned(member(4, Role.AUXILIARY))
     later = Tip(lead.tip.epoch + 1, bytes(32), 1e9)
-    lead.begin, lead.phase = None, Phase.GATHERING
     peer.told(key(4), later, 0.0)
     assert peer.lead is lead
     peer.told(key(3), later, 0.0)
@@ -196,12 +199,13 @@ def begins_after(history: History, now: float) -> float:
     lead = gathering(1, 2, 3, rules=rules, veterans=frozenset(keys(1, 2, 3)), history=history)
     for number in (1, 2):
         join(lead, number, now=now, patience=16.0)
+    at: float | None = now
     while lead.begin is None:
         at = lead.wake_at()
         assert at is not None
         lead.tick(at)
     history.punctuality.new_tip()
-    return lead.got_on_at - now
+    return at - now
 
 
 def test_who_is_waited_for_in_vain_is_waited_for_less_the_next_time() -> None:
@@ -243,12 +247,13 @@ def after_elsewhere(begun_by: int, committed_by: int = 1) -> Patience:
     peer.participant.next_step(0.0)
     for number in (1, 2, 3):
         join_lead(peer, number)
-    begin = peer.lead.begin
-    assert begin is not None
+    lead = peer.lead
+    assert isinstance(lead, Leading)
+    begin = lead.begin
     peer.receive(key(1), begin, [], 0.0)
     other = signer(begun_by, run_id).sign(begin_of(members(1, 2, 3), coordinator=begun_by, tip=peer.tip))
     peer.receive(key(3), Elsewhere(member(begun_by), other), [], 0.0)
-    assert peer.lead.phase is Phase.ABORTED
+    assert (peer.lead, lead.phase) == (None, Phase.ABORTED)
     commit = Commit(peer.tip, begin.round, bytes(32), 3.0, keys(1, 2, 3), members(1, 2, 3), key(committed_by))
     peer.receive(key(committed_by), signer(committed_by, run_id).sign(commit), [], 0.0)
     assert peer.tip.epoch == 1
