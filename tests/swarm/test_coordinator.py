@@ -796,7 +796,7 @@ def taking_over(begin: Begin = BEGIN, attempt: int = 1, lost: tuple[bytes, ...] 
     at.ballot = Ballot(attempt, key(4))
     before = Gathering(key(me), at, RULES, signer(me), until=Until.OVER)
     exchange = Digests(Book(key(me), begin, chunks_of(begin)), lambda *_: None)
-    round = InRound(begin, exchange, {}, 0.0, Witnesses(key(me)), None)
+    round = InRound(begin, exchange, {}, 0.0, Witnesses(key(me)))
     return Leading.after(before, round, dict.fromkeys(lost, "lost"), ())
 
 

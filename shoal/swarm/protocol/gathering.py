@@ -70,11 +70,11 @@ class Gathering:
     rules: Rules
     signer: Signer
     history: History = field(default_factory=History)
-    settled_at: float = 0.0
-    all_until: float = 0.0
+    patience: Patience = field(default_factory=Patience)
     veterans: frozenset[bytes] = frozenset()
     haste: float = 1.0
-    patience: Patience = field(default_factory=Patience)
+    settled_at: float = 0.0
+    all_until: float = 0.0
     until: Until = Until.CALL
     begin: msg.Begin | None = field(default=None, init=False)
     expected: dict[bytes, Member] = field(default_factory=dict, init=False)  # connected members: BEGIN waits for them
@@ -89,8 +89,6 @@ class Gathering:
     reminded: bool = field(default=False, init=False)  # whether members that have not joined were called once more
     told_until: float = field(default=-math.inf, init=False)  # until when BEGIN waits for newcomers, as members know
     last_join_at: float | None = field(default=None, init=False)
-    last: int = field(init=False)  # see `AtTip.contributed`
-    pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self.last = self.at.contributed

@@ -32,8 +32,6 @@ from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.gathering import Gathering
 from shoal.swarm.protocol.lifetimes import InRound
-from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.statements import Signer
 from shoal.swarm.protocol.tip import Ballot, Tip
 from shoal.swarm.protocol.view import Member
 from shoal.swarm.protocol.witnesses import Witnesses
@@ -78,33 +76,28 @@ class Leading:
         begin: the BEGIN of the round.
         ballot: the ballot under which this peer coordinates it.
         phase: the phase in which it begins.
+        out: members that were put out of the round, each with the reason.
+        gathered: the data of its members for all, by key, if this peer has taken the round over.
+        took_over: whether it has.
+        was_done: whether it was done by then: a result may be decided already.
+        doubts: doubts of the coordinators before this one.
         deadline: when the round ends if nothing happens before.
         got_on_at: when the round last made progress, or members were last sent new instructions.
         join_to_begin: seconds from the last JOIN to BEGIN, if this peer has begun the round.
-        out: members that were put out of the round, each with the reason.
-        took_over: whether another peer has begun the round.
-        gathered: then, the data of its members for all, by key.
-        was_done: whether this peer was done when it took over: then a result may be decided already.
-        doubts: doubts of the coordinators before this one.
     """
 
     before: Gathering
     begin: msg.Begin
     ballot: Ballot
     phase: Phase = Phase.RUNNING
-    deadline: float = math.inf
-    got_on_at: float = math.inf
-    join_to_begin: float | None = None
-    gathered: dict[bytes, bytes] = field(default_factory=dict)
     out: dict[bytes, str] = field(default_factory=dict)
+    gathered: dict[bytes, bytes] = field(default_factory=dict)
     took_over: bool = False
     was_done: bool = False
     doubts: tuple[msg.Doubt, ...] = ()
-    me: bytes = field(init=False)
-    rules: Rules = field(init=False)
-    signer: Signer = field(init=False)
-    witnesses: Witnesses = field(init=False)
-    late: dict[bytes, None] = field(init=False)  # joined, but not in the round: they wait for the next one
+    deadline: float = math.inf
+    got_on_at: float = math.inf
+    join_to_begin: float | None = None
     done: dict[bytes, bytes] = field(default_factory=dict, init=False)
     have: dict[bytes, msg.Have] = field(default_factory=dict, init=False)
     disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
@@ -120,31 +113,22 @@ class Leading:
     def __post_init__(self) -> None:
         self.me, self.rules, self.signer = self.before.me, self.before.rules, self.before.signer
         self.witnesses = Witnesses(self.me)
-        keys = {member.key for member in self.begin.members}
-        self.late = dict.fromkeys(key for key in self.before.joins if key not in keys)
+        in_it = {member.key for member in self.begin.members}
+        self.late = dict.fromkeys(key for key in self.before.joins if key not in in_it)  # they wait for the next round
 
     @classmethod
     def of(cls, before: Gathering, now: float) -> Leading:
         """Of the round that has just begun."""
         assert before.begin is not None
         begin, last = before.begin, before.last_join_at
-        join_to_begin = None if last is None else now - last
-        return cls(before, begin, begin.ballot, Phase.RUNNING, now + begin.timeout, now, join_to_begin)
+        seconds = None if last is None else now - last
+        return cls(before, begin, begin.ballot, deadline=now + begin.timeout, got_on_at=now, join_to_begin=seconds)
 
     @classmethod
     def after(cls, before: Gathering, round: InRound, out: dict[bytes, str], doubts: tuple[msg.Doubt, ...]) -> Leading:
         """Of a round whose coordinator is lost. This peer goes on under a higher ballot, after a survey."""
-        return cls(
-            before,
-            round.begin,
-            Ballot(before.at.ballot.number, before.me),
-            Phase.SURVEYING,
-            gathered=round.gathered,
-            out=out,
-            took_over=True,
-            was_done=round.done is not None,
-            doubts=doubts,
-        )
+        ballot, was_done = Ballot(before.at.ballot.number, before.me), round.done is not None
+        return cls(before, round.begin, ballot, Phase.SURVEYING, out, round.gathered, True, was_done, doubts)
 
     @property
     def tip(self) -> Tip:

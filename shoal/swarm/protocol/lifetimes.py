@@ -102,7 +102,7 @@ class InRound:
     gathered: dict[bytes, bytes]
     began: float
     witnesses: Witnesses
-    join_to_begin: float | None
+    join_to_begin: float | None = None
     repair: msg.Repair | None = None
     done: Ballot | None = None
     followed: msg.Survey | None = None

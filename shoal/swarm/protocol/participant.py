@@ -422,14 +422,11 @@ class Participant:
 
     # -- in a round
 
-    def on_begin(
-        self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float, join_to_begin: float | None = None
-    ) -> None:
-        """The coordinator begins a round with this peer in it. If that is this peer itself, the last JOIN came
-        `join_to_begin` seconds before. Raises RuleBroken if this peer must not follow."""
+    def on_begin(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float) -> None:
+        """The coordinator begins a round with this peer in it. Raises RuleBroken if this peer must not follow."""
         try:
             require(sender in self.view.members, "BEGIN from a peer that is no member")
-            self.enter(sender, begin, buffers, now, join_to_begin=join_to_begin)
+            self.enter(sender, begin, buffers, now)
         except RuleBroken as error:
             # The coordinator waits for this peer now, so it must hear that it waits in vain, and which round this peer
             # is in instead.
@@ -438,16 +435,7 @@ class Participant:
             self._send([sender], broken if other is None else msg.Elsewhere(other, self.begin))
             raise
 
-    def enter(
-        self,
-        sender: bytes,
-        begin: msg.Begin,
-        buffers: Buffers,
-        now: float,
-        *,
-        relayed: bool = False,
-        join_to_begin: float | None = None,
-    ) -> None:
+    def enter(self, sender: bytes, begin: msg.Begin, buffers: Buffers, now: float, *, relayed: bool = False) -> None:
         """Enter a round. With `relayed`, another member has passed on the BEGIN because its coordinator was lost.
         Raises RuleBroken if this peer must not follow this BEGIN."""
         self._may_follow(sender, begin, relayed=relayed)
@@ -463,7 +451,7 @@ class Participant:
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # the new round writes to its memory
         self._last = None
-        self._be_in(InRound(begin, exchange, gathered, now, Witnesses(self.me), join_to_begin))
+        self._be_in(InRound(begin, exchange, gathered, now, Witnesses(self.me)))
         self.state = State.IN_ROUND
         self.at.first_begun.setdefault(begin.ballot.coordinator, now)
         self._out.append(Enter(begin))
@@ -643,6 +631,11 @@ class Participant:
     def is_called(self) -> None:
         """The coordinator has called the round of this tip."""
         self.at.called = True
+
+    def coordinates(self, join_to_begin: float | None) -> None:
+        """This peer itself has begun the round that it is in, so many seconds after the last JOIN."""
+        if self.round is not None:
+            self.round.join_to_begin = join_to_begin
 
     def is_unable(self, key: bytes) -> None:
         """That member has given up the round that this peer is in."""

@@ -99,12 +99,7 @@ class Peer:
     @property
     def lead(self) -> Gathering | Leading | None:
         """The coordinator's side; None unless it is this peer's turn."""
-        return self._round if isinstance(self.led, Leading) else self.led
-
-    @property
-    def _round(self) -> Leading | None:
-        """The round that this peer coordinates."""
-        return self.led if isinstance(self.led, Leading) and not self.led.over else None
+        return None if isinstance(self.led, Leading) and self.led.over else self.led
 
     def _led_in(self, round_id: bytes) -> Leading | None:
         """The coordinator's side of the round of that name, if that is the last one that this peer has coordinated."""
@@ -163,10 +158,10 @@ class Peer:
             case msg.Part() | msg.Result():
                 participant.on_chunk(sender, message, buffers)
             case msg.Begin():
-                lead = self._leads(message.round) if sender == self._me else None
-                join_to_begin = None if lead is None else lead.join_to_begin
-                participant.on_begin(sender, message, buffers, now, join_to_begin)
+                participant.on_begin(sender, message, buffers, now)
                 self.newcomers.is_over(now)
+                if sender == self._me and (lead := self._led_in(message.round)) is not None:
+                    participant.coordinates(lead.join_to_begin)
             case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
             case msg.Done() | msg.Broken() | msg.Waiting():
@@ -586,22 +581,15 @@ class Peer:
         """The coordinator's side at this tip; a new one if there is none."""
         if (lead := self.lead) is None:
             self._end_lead()
-            commit = self.participant.at.commit
+            at, commit = self.participant.at, self.participant.at.commit
             # A COMMIT's view lacks the members that were put out of the round. BEGIN does not wait for those, nor for
             # members that have gone back to an earlier state.
             there = () if commit is None else {m.key for m in commit.view}.intersection(commit.members)
             veterans = frozenset(key for key in there if not self.view.is_behind(key))
+            haste, patience = self.doubts.haste(), self.participant.silence.patience
+            settled_at, all_until = self._settled_at, self._all_until
             self.led = lead = Gathering(
-                self._me,
-                self.participant.at,
-                self.rules,
-                self.signer,
-                self._history,
-                settled_at=self._settled_at,
-                all_until=self._all_until,
-                veterans=veterans,
-                haste=self.doubts.haste(),
-                patience=self.participant.silence.patience,
+                self._me, at, self.rules, self.signer, self._history, patience, veterans, haste, settled_at, all_until
             )
             self._go_on(lead.expect(self.view.connected(), now), now)
         return lead
@@ -893,7 +881,7 @@ class Peer:
         self._tell_moves(self.newcomers.look(moved, now))
         self.redo.look(now)
         silence = self.participant.silence
-        if (lead := self._round) is not None:
+        if isinstance(lead := self.lead, Leading):
             lead.saw(self._me, silence.signs, now)
             # A member that lacks something complains before this time is over.
             late = silence.reducer_timeout
@@ -944,5 +932,5 @@ class Peer:
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
-        if (lead := self._round) is not None:
+        if isinstance(lead := self.lead, Leading):
             lead.saw(key, pong.signs, now)
