@@ -130,7 +130,7 @@ class Run:
             try:
                 self._outcome = await self.swarm.average(contribution, timeout)
             except asyncio.CancelledError:
-                found = self.swarm.peer.participant.finished
+                found = self.swarm.peer.participant.given.finished
                 if found is None or found.begin.tip != contribution.tip:
                     raise
                 self._outcome = found

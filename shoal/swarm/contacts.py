@@ -374,7 +374,7 @@ class Contacts:
         """The coordinator of the round that this peer is in, if it is in one, and the member that calls the next round
         of its tip."""
         participant = self._peer.participant
-        in_round = [] if participant.begin is None else [participant.ballot.coordinator]
+        in_round = [] if participant.begin is None else [participant.at.ballot.coordinator]
         return [*in_round, participant.coordinator().key]
 
     def _changed(self) -> None:

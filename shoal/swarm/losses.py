@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 
 from shoal.p2p.identity import PeerID
-from shoal.swarm.protocol.coordinator import Coordinator
+from shoal.swarm.protocol.leading import Leading
 from shoal.swarm.protocol.view import MAX_MEMBERS
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Losses:
         self.news = asyncio.Event()
         self._lost: dict[bytes, tuple[Loss, float]] = {}  # each with the time until which it is reported
         self._count = 0
-        self._lead: Coordinator | None = None
+        self._lead: Leading | None = None
         self._out: set[bytes] = set()  # put out of the round that `_lead` coordinates, and reported
 
     def add(self, key: bytes, *, coordinated: bool, connected: int, epoch: int, now: float) -> None:
@@ -89,7 +89,7 @@ class Losses:
             del self._lost[next(iter(self._lost))]
         return [loss for loss, _ in self._lost.values()][-most:]
 
-    def look(self, lead: Coordinator) -> None:
+    def look(self, lead: Leading) -> None:
         """Record the members that this peer, as the coordinator of its round, has put out since the last call."""
         if lead is not self._lead:
             # A coordinator that has taken a round over did not itself put out the members that were out before.

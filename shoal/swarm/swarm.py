@@ -36,6 +36,7 @@ from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
+from shoal.swarm.protocol.leading import Leading
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rates import LEAST_BYTES, Flow, Measured
 from shoal.swarm.protocol.rules import Rules
@@ -189,7 +190,7 @@ class Swarm:
     @property
     def called(self) -> bool:
         """Whether the coordinator has called the round of this tip."""
-        return self.peer.participant.called
+        return self.peer.participant.at.called
 
     @property
     def behind(self) -> Tip | None:
@@ -214,7 +215,7 @@ class Swarm:
     def members_behind(self) -> list[Member]:
         """The connected members that train and whose state this peer's state outranks, according to their last HELLO.
         Members of the round that led to this tip are not among them, since they have its result."""
-        commit, told = self.peer.participant.commit, self.contacts.told
+        commit, told = self.peer.participant.at.commit, self.contacts.told
         # A COMMIT's view lacks the members that were put out of the round.
         there = set() if commit is None else {*commit.members} & {member.key for member in commit.view}
         others = [m for m in self.peer.view.connected() if m.contributes and m.key in told.keys() - there]
@@ -223,7 +224,7 @@ class Swarm:
     @property
     def missed(self) -> bool:
         """Whether the round of this tip was committed and this peer does not have its result."""
-        return self.peer.participant.missed is not None
+        return self.peer.participant.at.missed is not None
 
     @property
     def got_on_at(self) -> float:
@@ -523,18 +524,17 @@ class Swarm:
             Rejected: if the run has other terms than this peer.
         """
         participant, started = self.peer.participant, self._now()
-        participant.rates = self._measured.rates(self.node.transport.limit, started)
-        participant.offer(contribution)
+        participant.offer(contribution, self._measured.rates(self.node.transport.limit, started))
         sent, received = self.node.bytes_sent, self.node.bytes_received
         try:
             async with asyncio.timeout(timeout) as self._patience:
                 self._timeout = timeout
-                while (finished := participant.finished) is None:
+                while (finished := participant.given.finished) is None:
                     await self._between_events()
             return replace(
                 finished,
-                matchmaking_seconds=participant.began - started,
-                allreduce_seconds=self._now() - participant.began,
+                matchmaking_seconds=finished.began - started,
+                allreduce_seconds=self._now() - finished.began,
                 bytes_sent=self.node.bytes_sent - sent,
                 bytes_received=self.node.bytes_received - received,
             )
@@ -575,14 +575,14 @@ class Swarm:
             self._be_patient()
         if not self.made:
             await self.contacts.check_terms()
-        if participant.error is not None:
-            raise participant.error
+        if participant.given.error is not None:
+            raise participant.given.error
         self._changed.clear()
         commit = participant.next_step(self._now())
         self._perform()
         if commit is not None:
             await self._fetch_result(commit)
-        elif participant.finished is None and participant.error is None:
+        elif participant.given.finished is None and participant.given.error is None:
             await self._changed.wait()
 
     def rejoin(self) -> None:
@@ -597,7 +597,7 @@ class Swarm:
         self._be_patient()
 
     def _be_patient(self) -> None:
-        given, patience = self.peer.participant.input, self._patience
+        given, patience = self.peer.participant.given.input, self._patience
         if patience is not None and not patience.expired() and given is not None and given.tip is not None:
             until = max(self.peer.participant.stands_since, self.peer.newcomers.told_until) + self._timeout
             if until > (patience.when() or 0.0):
@@ -606,9 +606,9 @@ class Swarm:
     async def _fetch_result(self, commit: msg.Commit) -> None:
         """Get the result of a round that this peer has missed, or did not use. If no member sends it, the round is
         repeated. Raises `Behind` if a member holds a better state instead."""
-        peer, given = self.peer, self.peer.participant.input
+        peer, given = self.peer, self.peer.participant.given.input
         assert given is not None
-        is_missed = commit is peer.participant.missed
+        is_missed = commit is peer.participant.at.missed
         exchange = peer.participant.recall(commit, self._now())
         fetched = exchange is None
         if exchange is None:
@@ -711,16 +711,17 @@ class Swarm:
         """Something has happened: perform the machine's actions, and wake the callers that wait."""
         self._perform()
         peer, participant = self.peer, self.peer.participant
-        self.contacts.losses.look(peer.lead)
+        if isinstance(peer.led, Leading):
+            self.contacts.losses.look(peer.led)
         if peer.news != self._news_told:
             self._tell_news()
         if peer.changes != self._changes_seen:
             self._changes_seen = peer.changes
             if self._reported is not None and self._reported_to != (participant.coordinator().key, self.tip):
                 self.node.spawn(self._report_again())
-        if participant.input is not None:
+        if participant.given.input is not None:
             self._be_patient()
-            if participant.begin is None or participant.begin is not self._round or participant.error is not None:
+            if participant.begin is None or participant.begin is not self._round or participant.given.error is not None:
                 self._round = participant.begin  # chunks of a round do not wake the call that waits for its end
                 self._changed.set()
 
@@ -832,7 +833,7 @@ class Swarm:
     async def _enter(self, begin: msg.Begin) -> None:
         """Connect to the members with which this peer exchanges chunks, and wait until the input can be read."""
         participant, node = self.peer.participant, self.node
-        given = participant.input
+        given = participant.given.input
         reduces = {m.key: some < more for m, (some, more) in zip(begin.members, pairwise(begin.starts), strict=True)}
         others = begin.members if reduces[self.me.key] else [m for m in begin.members if reduces[m.key]]
         missing = [m for m in others if m.addresses and not node.is_connected(m.peer)]
@@ -902,7 +903,7 @@ class Swarm:
                 self.contacts.look(dial=True)
             self._look_how_it_is_reached()
             connected = len(self.peer.view.connected())
-            least = max(2, self.rules.min_group) if self.peer.participant.input is not None else 0
+            least = max(2, self.rules.min_group) if self.peer.participant.given.input is not None else 0
             if connected < least or (connected == 1 and self.peer.view.lost):
                 self.contacts.look()
             self.peer.look(lambda key: self.node.transport.moved(PeerID(key)), now)

@@ -148,7 +148,7 @@ def test_a_chunk_that_is_asked_for_is_a_copy() -> None:
         View("run", member(1), lambda key: True), begin.tip, TERMS, [], Silence(15.0, 30.0), signer(1)
     )
     participant.offer(Contribution(1.0, lambda begin, send, fault: exchange))
-    participant.asked[begin.ballot.coordinator] = None  # it has its JOIN
+    participant.at.asked[begin.ballot.coordinator] = None  # it has its JOIN
     participant.enter(begin.ballot.coordinator, begin, [], 0.0, relayed=False)
     answer: Any = participant.on_fetch(Fetch(begin.round, chunk))
     assert isinstance(answer, Reply)

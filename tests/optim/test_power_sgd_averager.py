@@ -146,8 +146,8 @@ def test_a_step_that_fails_in_either_half_and_is_tried_again_counts_nothing_twic
 
         def check_done(self: Participant) -> None:
             """Whoever has the whole result of that round loses it, before it says so."""
-            begin, exchange = self.begin, self.exchange
-            if begin is not None and exchange is not None:
+            if self.round is not None:
+                begin, exchange = self.round.begin, self.round.exchange
                 rounds.extend([begin.round] if begin.round not in rounds else [])
                 if begin.round == rounds[min(half, len(rounds)) - 1] and len(rounds) == half:
                     if exchange.book.complete:

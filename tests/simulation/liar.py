@@ -150,7 +150,7 @@ class Lies:
 
     def survey(self, begin: msg.Begin) -> msg.Survey:
         """Attack 18: this peer takes the round over."""
-        higher = max(begin.ballot, self.swarm.peer.participant.ballot, NO_BALLOT).number + self.rng.randint(1, 5)
+        higher = max(begin.ballot, self.swarm.peer.participant.at.ballot, NO_BALLOT).number + self.rng.randint(1, 5)
         survey = msg.Survey(begin.tip, begin.round, Ballot(higher, self.swarm.me.key), (), None, (self.doubt(),) * 9)
         return self._signed(survey)
 

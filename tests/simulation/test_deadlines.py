@@ -14,6 +14,7 @@ import pytest
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol import messages as msg
+from shoal.swarm.protocol.leading import Leading
 from tests.simulation.test_missed_commits import assert_alike, trainers_of
 from tests.simulation.trainers import RULES, Trainer
 
@@ -60,7 +61,7 @@ def fails(liar: Trainer, how: str) -> None:
     }
 
     def end() -> None:
-        if not swarm.peer.lead.over:
+        if isinstance(swarm.peer.lead, Leading):
             swarm.peer.out.extend(swarm.peer.lead.abort("not yet"))
             swarm._act()
 
@@ -75,7 +76,7 @@ def fails(liar: Trainer, how: str) -> None:
         while True:
             await asyncio.sleep(0.5)
             lead = swarm.peer.lead
-            if lead.begin is not None and lead.begin.tip == swarm.tip:
+            if isinstance(lead, Leading) and lead.tip == swarm.tip:
                 swarm.peer.out.extend(lead.start_survey(loop.time()))
                 swarm._act()
 
@@ -129,7 +130,7 @@ def test_one_that_doubts_alone_deposes_nobody() -> None:
                 taking = msg.TakeOver(swarm.tip, (doubt,) * 3)
                 liar.peer.node.notify(keys, swarm.service, taking)
             await asyncio.sleep(0.05)
-            assert not any(other.peer.swarm.peer.participant.deposed for other in others)
+            assert not any(other.peer.swarm.peer.participant.at.deposed for other in others)
         assert_alike(others)
         lying.cancel()
 
@@ -166,7 +167,7 @@ def test_who_stood_still_itself_doubts_nobody() -> None:
             await asyncio.sleep(8.0)
             for _ in range(10):
                 await asyncio.sleep(0.2)
-                assert not held.peer.swarm.peer.participant.doubted
+                assert not held.peer.swarm.peer.participant.at.doubted
         for task in training:
             task.cancel()
 

@@ -401,7 +401,7 @@ def test_a_join_that_waits_at_a_coordinator_that_leaves_is_not_taken() -> None:
         coordinator.swarm.retire()
         with pytest.raises(Unavailable, match="has left the run"):
             await asked
-        assert coordinator.swarm.peer.lead.over
+        assert coordinator.swarm.peer.lead is None
 
     run(scenario())
 
@@ -433,8 +433,8 @@ def test_a_round_that_ends_while_its_members_are_dialled_has_no_effect_on_the_ne
         async def prepare() -> None:
             prepared.append(before)
 
-        assert first.peer.participant.input is not None
-        first.peer.participant.input.prepare = prepare
+        assert first.peer.participant.given.input is not None
+        first.peer.participant.given.input.prepare = prepare
         await first._enter(before)
         assert first.peer.participant.begin is begin, "the scenario tests nothing"
         assert heard == []

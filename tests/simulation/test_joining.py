@@ -61,7 +61,7 @@ def test_a_download_that_takes_a_hundred_epochs_is_awaited_once(seed: int) -> No
         assert newcomer.outcomes[0].begin.tip == newcomer.downloaded[0]
         [pause] = _pauses(veterans[0])
         assert 50 < pause < 75
-        assert not any(trainer.peer.swarm.peer.participant.deposed for trainer in everybody)
+        assert not any(trainer.peer.swarm.peer.participant.at.deposed for trainer in everybody)
         assert not any(outcome.missed for trainer in everybody for outcome in trainer.outcomes)
         assert all(torch.equal(trainer.state, newcomer.state) for trainer in veterans)
 

@@ -19,7 +19,7 @@ async def in_a_round(peers: list[Peer]) -> Peer:
     """The coordinator of the round that all have begun."""
     while not all(peer.swarm.peer.participant.begin is not None for peer in peers):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    leads = peers[0].swarm.peer.participant.ballot.coordinator
+    leads = peers[0].swarm.peer.participant.at.ballot.coordinator
     return next(peer for peer in peers if peer.key == leads)
 
 

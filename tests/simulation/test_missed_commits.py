@@ -49,7 +49,7 @@ def test_a_committed_state_that_only_a_lost_peer_had(seed: int) -> None:
         while holder.peer.tip == before:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # the COMMIT arrives
-        assert all(other.peer.swarm.peer.participant.missed is not None for other in others)
+        assert all(other.peer.swarm.peer.participant.at.missed is not None for other in others)
         assert all(other.peer.tip == before for other in others), "they do not hold that state"
         assert all(other.peer.swarm.called for other in others), "their trainers have to come for the result"
         committed.cancel()
@@ -95,7 +95,7 @@ def test_a_report_of_a_round_that_was_missed_asks_for_no_download(seed: int) -> 
         await asyncio.gather(*(other.train(3) for other in others))
         swarm = late.peer.swarm
         await asyncio.sleep(0.1)  # the COMMIT arrives
-        assert swarm.peer.participant.missed is not None
+        assert swarm.peer.participant.at.missed is not None
         count = await swarm.report(Progress(late.tip, 0.0, 1.0))
         assert count.tip == late.tip
         assert swarm.behind is None, "nor does the next step ask for one"
@@ -180,7 +180,7 @@ def test_whoever_speaks_of_a_committed_round_hears_its_commit() -> None:
             return receive(sender, message, buffers, now)
 
         other.swarm.peer.receive = hears  # type: ignore[method-assign]
-        commit = one.swarm.peer.participant.commit
+        commit = one.swarm.peer.participant.at.commit
         assert commit is not None
         ballot = trainers[1].outcomes[-1].begin.ballot
         other.swarm._channel.notify([one.key], Done(commit.round, ballot, bytes(32)))
@@ -196,7 +196,7 @@ async def one_who_misses(world: World, count: int) -> tuple[Peer, list[Peer]]:
     late, *others = await spawn_swarm(world, count, Board(), rules=rules, keeps_state=True)
     await asyncio.gather(*(other.round(bound=True, patience=1.0) for other in others))
     await asyncio.sleep(0.1)
-    assert late.swarm.peer.participant.missed is not None
+    assert late.swarm.peer.participant.at.missed is not None
     return late, others
 
 
@@ -318,7 +318,7 @@ def test_the_other_result_of_a_round_is_not_taken_for_the_one_that_a_peer_holds(
         trainers = await trainers_of(world, 3)
         await asyncio.gather(*(trainer.train(1) for trainer in trainers))
         swarm = trainers[0].peer.swarm
-        commit = swarm.peer.participant.commit
+        commit = swarm.peer.participant.at.commit
         assert commit is not None
         other = msgspec.structs.replace(commit, root=bytes(32))
         assert not swarm.peer.participant.recall(other, 0.0)

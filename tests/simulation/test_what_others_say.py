@@ -52,7 +52,7 @@ def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
         late, *others = trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
-        commit = late.peer.swarm.peer.participant.missed
+        commit = late.peer.swarm.peer.participant.at.missed
         assert commit is not None
         liar = next(other for other in others if other.peer.key == sorted(commit.members)[0])
         handle = liar.peer.swarm.peer.participant.on_fetch
@@ -242,7 +242,7 @@ def test_one_that_sends_a_missed_result_drop_by_drop_does_not_hold_up_the_others
         late, *others = trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
-        commit = late.peer.swarm.peer.participant.missed
+        commit = late.peer.swarm.peer.participant.at.missed
         assert commit is not None
 
         async def after(seconds: float, handle: Any, message: Any) -> Any:

@@ -216,7 +216,7 @@ class Trainer:
                 until = max(until, swarm.got_on_at + self.patience)
                 if loop.time() + 1e-6 < until:  # less than that would not move the virtual clock
                     continue
-                if not samples or swarm.tip != before or swarm.peer.participant.missed is not None:
+                if not samples or swarm.tip != before or swarm.peer.participant.at.missed is not None:
                     return False
                 name = f"{self.peer.name} alone at {loop.time()}".encode()
                 swarm.move(before.after(blake3(name).digest(), samples), made=True)

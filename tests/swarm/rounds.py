@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.p2p.identity import Identity
-from shoal.swarm.protocol.messages import PROTOCOL, Begin, Have, Join, Repair, Terms
+from shoal.swarm.protocol.gathering import Gathering
+from shoal.swarm.protocol.leading import Leading
+from shoal.swarm.protocol.lifetimes import AtTip
+from shoal.swarm.protocol.messages import PROTOCOL, Begin, Commit, Have, Join, Repair, Terms
 from shoal.swarm.protocol.plan import ChunkSpan, divide
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
@@ -43,6 +46,18 @@ def member(number: int, role: Role = Role.NODE, bandwidth: float = 1.0) -> Membe
 
 def members(*numbers: int) -> tuple[Member, ...]:
     return tuple(map(member, numbers))
+
+
+def at_tip(last: int = 0, tip: Tip = TIP) -> AtTip:
+    """What a peer knows that is at this tip; so many members contributed to the round before."""
+    commit = Commit(tip, bytes(16), bytes(32), 1.0, keys(*range(last)), ()) if last else None
+    return AtTip(tip, commit)
+
+
+def begun(gathering: Gathering, now: float = 0.0) -> Leading:
+    """The round that has begun."""
+    assert gathering.begin is not None
+    return Leading.of(gathering, now)
 
 
 def begin_of(

@@ -13,9 +13,11 @@ from msgspec.structs import replace as replace_struct
 from shoal.p2p.transport import MAX_BUFFER_BYTES
 from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.answers import repaired
-from shoal.swarm.protocol.book import RuleBroken, root_of
-from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Coordinator, Phase
+from shoal.swarm.protocol.book import Book, RuleBroken, root_of
+from shoal.swarm.protocol.gathering import REMINDER_SECONDS, Gathering, Until
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.leading import Leading, Phase
+from shoal.swarm.protocol.lifetimes import InRound
 from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import (
     MAX_GATHER_BYTES,
@@ -33,10 +35,14 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import MAX_LEAP, Ballot, Tip
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Reach, Role
+from shoal.swarm.protocol.witnesses import Witnesses
 from tests.swarm.rounds import (
     RULES,
     TIP,
+    at_tip,
     begin_of,
+    begun,
+    chunks_of,
     digest,
     have_of,
     join_of,
@@ -46,40 +52,40 @@ from tests.swarm.rounds import (
     members,
     signer,
 )
+from tests.swarm.wire import Digests
 
 GROUP = members(1, 2, 3, 4)
 ROOT = root_of([digest(letter) for letter in "abcdefgh"])
 ALL = [digest(letter) for letter in "abcdefgh"]
 
 
-def gathering(*numbers: int, rules: Rules = RULES, **options: Any) -> Coordinator:
+def gathering(*numbers: int, rules: Rules = RULES, **options: Any) -> Gathering:
     """Peer 1 coordinates, and expects these."""
-    coordinator = Coordinator(key(1), TIP, rules, signer(1), **options)
+    coordinator = Gathering(key(1), at_tip(), rules, signer(1), **options)
     assert coordinator.expect(members(*numbers), 0.0) == []
     return coordinator
 
 
-def join(coordinator: Coordinator, number: int, now: float = 0.0, **join_options: Any) -> list[Send | Ask]:
+def join(coordinator: Gathering | Leading, number: int, now: float = 0.0, **join_options: Any) -> list[Send | Ask]:
     return coordinator.join(key(number), join_of(member(number), **join_options), b"g%d" % number, now)
 
 
-def running(*numbers: int, **options: Any) -> Coordinator:
+def running(*numbers: int, **options: Any) -> Leading:
     """All of these have joined, and the round has begun."""
     coordinator = gathering(*numbers, **options)
     for number in numbers:
         join(coordinator, number)
-    assert coordinator.phase is Phase.RUNNING
-    return coordinator
+    return begun(coordinator)
 
 
-def done(coordinator: Coordinator, number: int, root: bytes = ROOT, ballot: Ballot | None = None) -> list[Send | Ask]:
+def done(coordinator: Leading, number: int, root: bytes = ROOT, ballot: Ballot | None = None) -> list[Send | Ask]:
     assert coordinator.begin is not None
     ballot = ballot or coordinator.ballot
     assert ballot is not None
     return coordinator.finished(key(number), Done(coordinator.begin.round, ballot, root), GROUP, 1.0)
 
 
-def survey_answer(coordinator: Coordinator, number: int, have: Have | None = None) -> list[Send | Ask]:
+def survey_answer(coordinator: Leading, number: int, have: Have | None = None) -> list[Send | Ask]:
     assert coordinator.ballot is not None
     return coordinator.surveyed(key(number), coordinator.ballot, have or have_of(coordinator.ballot), 1.0)
 
@@ -109,7 +115,7 @@ def test_it_begins_as_soon_as_all_that_are_expected_have_joined() -> None:
     assert begin.ballot == Ballot(1, key(1))
     assert begin.starts[0] == 0
     assert begin.starts[-1] == 8
-    assert coordinator.wake_at() == 2.0 + RULES.round_timeout
+    assert begun(coordinator, 2.0).wake_at() == 2.0 + RULES.round_timeout
     assert begin.timeout == RULES.round_timeout
     assert coordinator.gathered[key(3)] == b"g3"
 
@@ -198,7 +204,7 @@ def test_who_joined_and_was_lost_before_begin_is_not_in_it() -> None:
     coordinator = gathering(1, 2, 3)
     join(coordinator, 2)
     join(coordinator, 1)
-    coordinator.put_out(key(2), "lost", 1.0)
+    coordinator.expect(members(1, 3), 1.0)
     assert key(2) not in coordinator.joins
     assert key(2) not in coordinator.gathered
     assert the(join(coordinator, 3, 2.0), Begin).members == members(1, 3)
@@ -208,7 +214,7 @@ def test_before_all_may_have_been_found_it_waits_although_all_known_have_joined(
     coordinator = gathering(1, 2, settled_at=1.0)
     join(coordinator, 1)
     join(coordinator, 2, 0.1)
-    assert coordinator.phase is Phase.GATHERING
+    assert coordinator.until is Until.BEGIN
     assert coordinator.wake_at() == 1.0
     assert coordinator.tick(0.9) == []
     assert the(coordinator.tick(1.0), Begin)
@@ -218,7 +224,7 @@ def test_a_join_counts_once_and_the_last_one_counts() -> None:
     coordinator = gathering(1, 2)
     join(coordinator, 2, weight=1.0)
     join(coordinator, 2, weight=5.0)
-    assert coordinator.phase is Phase.GATHERING
+    assert coordinator.until is Until.BEGIN
     assert the(join(coordinator, 1), Begin).weights == (1.0, 5.0)
 
 
@@ -237,7 +243,7 @@ def test_a_group_has_so_many_at_least_and_so_many_at_most() -> None:
 
 def test_nothing_begins_with_clients_alone() -> None:
     rules = replace(RULES, target_group=2)
-    coordinator = Coordinator(key(1), TIP, rules, signer(1))
+    coordinator = Gathering(key(1), at_tip(), rules, signer(1))
     clients = [member(n, Role.CLIENT) for n in (2, 3)]
     coordinator.expect([*clients, member(4)], 0.0)
     for client in clients:
@@ -249,7 +255,7 @@ def test_nothing_begins_with_clients_alone() -> None:
 
 def test_a_group_of_those_who_joined_first_has_one_who_is_not_relayed() -> None:
     rules = replace(RULES, target_group=2, target_samples=10.0)
-    coordinator = Coordinator(key(1), TIP, rules, signer(1))
+    coordinator = Gathering(key(1), at_tip(), rules, signer(1))
     relayed = [replace_struct(member(n), reach=Reach.RELAYED) for n in (2, 3)]
     coordinator.expect([member(1), *relayed], 0.0)
     for each in relayed:
@@ -286,7 +292,7 @@ def test_what_all_gather_fits_the_begin() -> None:
 COUNTING = replace(RULES, target_samples=64.0)
 
 
-def report(coordinator: Coordinator, number: int, samples: float, now: float = 0.0) -> tuple[Any, list[Send | Ask]]:
+def report(coordinator: Gathering, number: int, samples: float, now: float = 0.0) -> tuple[Any, list[Send | Ask]]:
     return coordinator.progress(key(number), Progress(TIP, samples, samples / 10), now)
 
 
@@ -299,7 +305,7 @@ def test_a_round_is_called_when_there_are_enough_samples() -> None:
     count, actions = report(coordinator, 2, 24.0, 7.0)
     assert (count.samples, count.peers, count.called) == (64.0, 2, True)
     assert told(actions, Call) == set(keys(1, 2, 3))
-    assert coordinator.phase is Phase.GATHERING
+    assert coordinator.until is Until.BEGIN
     assert report(coordinator, 2, 30.0)[1] == [], "it is called once"
 
 
@@ -315,7 +321,7 @@ def test_a_round_is_called_by_samples_that_were_reported_and_by_no_others() -> N
     count, actions = coordinator.progress(key(2), asks, 100.0)
     assert (count.wait, count.called, actions) == (0.0, False, [])
     assert coordinator.tick(200.0) == []
-    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.until is Until.CALL
 
 
 def test_a_report_that_is_repeated_begins_no_new_step() -> None:
@@ -371,7 +377,7 @@ def test_a_newcomer_that_has_not_reported_is_to_bring_nothing() -> None:
 
 def test_the_first_epoch_ends_earlier_where_the_average_is_applied_late() -> None:
     for tip in (Tip.genesis("r"), Tip.genesis("r").after(bytes(32), 1.0)):
-        coordinator = Coordinator(key(1), tip, replace(EACH, ahead=2.0), signer(1))
+        coordinator = Gathering(key(1), at_tip(tip=tip), replace(EACH, ahead=2.0), signer(1))
         coordinator.expect(members(1, 2), 0.0)
         coordinator.progress(key(1), Progress(tip, 6.0, 1.0), 0.0)
         assert coordinator.progress(key(2), Progress(tip, 6.0, 1.0), 0.0)[0].called == (tip.epoch == 0)
@@ -382,7 +388,7 @@ def test_what_one_that_left_was_to_bring_is_not_waited_for() -> None:
     coordinator = gathering(1, 2, 3, rules=EACH, veterans=frozenset(keys(1, 2, 3)))
     report(coordinator, 1, 8.0)
     report(coordinator, 2, 8.0)
-    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.until is Until.CALL
     assert told(coordinator.expect(members(1, 2), 1.0), Call) == set(keys(1, 2))
 
 
@@ -438,19 +444,19 @@ def test_a_newcomer_that_has_reported_is_waited_for_and_so_is_a_veteran_that_has
 COUNTED = replace(RULES, target_samples=100.0)
 
 
-def counting(rules: Rules = COUNTED, *numbers: int) -> Coordinator:
+def counting(rules: Rules = COUNTED, *numbers: int) -> Gathering:
     """These members have reported 40 samples each, and are called."""
     coordinator = gathering(1, *numbers, rules=rules)
     for number in numbers:
         coordinator.progress(key(number), Progress(TIP, 40.0, 1.0), 0.0)
-    assert coordinator.phase is Phase.GATHERING
+    assert coordinator.until is Until.BEGIN
     return coordinator
 
 
-def begins_at(coordinator: Coordinator) -> float:
+def begins_at(coordinator: Gathering) -> float:
     """When the round begins if nobody else joins."""
     now = 0.0
-    while coordinator.phase is Phase.GATHERING and now < 1000.0:
+    while coordinator.until is Until.BEGIN and now < 1000.0:
         at = coordinator.wake_at()
         now = 1000.0 if at is None else max(now, at)
         coordinator.tick(now)
@@ -465,7 +471,7 @@ def test_a_round_of_nothing_does_not_end_the_epoch_of_those_who_have_samples() -
     assert begins_at(coordinator) == 1000.0
     join(coordinator, 2, 1000.0, weight=40.0)
     coordinator.tick(1000.0 + REMINDER_SECONDS)
-    assert coordinator.phase is Phase.RUNNING
+    assert coordinator.begin is not None
 
 
 def test_a_round_of_nothing_begins_if_nobody_else_has_anything() -> None:
@@ -500,7 +506,7 @@ def test_who_has_gone_back_to_an_earlier_state_is_not_waited_for() -> None:
     coordinator = gathering(1, 2, rules=COUNTED, veterans=frozenset(keys(1, 2)))
     coordinator.progress(key(1), Progress(TIP, 100.0, 1.0), 0.0)
     join(coordinator, 1, weight=100.0)
-    assert coordinator.phase is Phase.GATHERING, "it waits for a member of the last round"
+    assert coordinator.until is Until.BEGIN, "it waits for a member of the last round"
     assert [action.message for action in coordinator.went_back(key(2), 1.0) if isinstance(action.message, Begin)]
 
 
@@ -642,11 +648,12 @@ def test_a_repair_has_who_is_relayed_reduce_nothing_and_send_only_what_nobody_el
 
 def test_a_dead_sender_costs_no_repair() -> None:
     """What a client leaves behind: its missing parts are left out by the reducers themselves."""
-    coordinator = Coordinator(key(1), TIP, RULES, signer(1))
+    gathers = Gathering(key(1), at_tip(), RULES, signer(1))
     group = [member(1), member(2), member(3, Role.CLIENT)]
-    coordinator.expect(group, 0.0)
+    gathers.expect(group, 0.0)
     for each in group:
-        coordinator.join(each.key, join_of(each), b"", 0.0)
+        gathers.join(each.key, join_of(each), b"", 0.0)
+    coordinator = begun(gathers)
     coordinator.put_out(key(3), "lost", 1.0)
     survey_answer(coordinator, 1)
     assert the(survey_answer(coordinator, 2), Repair).sources == ()
@@ -783,22 +790,17 @@ def test_a_round_ends_when_all_are_said_to_be_out() -> None:
 BEGIN = begin_of(GROUP, coordinator=4)
 
 
-def taking_over(begin: Begin = BEGIN, attempt: int = 1, lost: tuple[bytes, ...] = keys(4), me: int = 1) -> Coordinator:
+def taking_over(begin: Begin = BEGIN, attempt: int = 1, lost: tuple[bytes, ...] = keys(4), me: int = 1) -> Leading:
     """That peer takes over from peer 4."""
-    return Coordinator(
-        key(me),
-        begin.tip,
-        RULES,
-        signer(me),
-        phase=Phase.SURVEYING,
-        begin=begin,
-        ballot=Ballot(attempt, key(me)),
-        out=dict.fromkeys(lost, "lost"),
-        took_over=True,
-    )
+    at = at_tip(tip=begin.tip)
+    at.ballot = Ballot(attempt, key(4))
+    before = Gathering(key(me), at, RULES, signer(me), until=Until.OVER)
+    exchange = Digests(Book(key(me), begin, chunks_of(begin)), lambda *_: None)
+    round = InRound(begin, exchange, {}, 0.0, Witnesses(key(me)))
+    return Leading.after(before, round, dict.fromkeys(lost, "lost"), ())
 
 
-def successor(attempt: int = 1, lost: tuple[bytes, ...] = keys(4)) -> tuple[Coordinator, Survey]:
+def successor(attempt: int = 1, lost: tuple[bytes, ...] = keys(4)) -> tuple[Leading, Survey]:
     """Peer 1 takes over from peer 4; returns what it asks, too."""
     coordinator = taking_over(attempt=attempt, lost=lost)
     [action] = coordinator.start_survey(1.0)
@@ -937,11 +939,11 @@ def test_a_group_that_is_left_by_all_but_one_regroups_with_those_who_wait():
 
 
 def test_who_joined_and_was_not_chosen_hears_of_the_end():
-    coordinator = gathering(1, 2, 3, rules=PAIRS, settled_at=5.0)
+    gathers = gathering(1, 2, 3, rules=PAIRS, settled_at=5.0)
     for number in (2, 3):
-        coordinator.joins[key(number)] = join_of(member(number))
-    join(coordinator, 1)
-    assert coordinator.begin is not None
+        gathers.joins[key(number)] = join_of(member(number))
+    join(gathers, 1)
+    coordinator = begun(gathers)
     assert [m.key for m in coordinator.begin.members] == list(keys(2, 3))
     coordinator.put_out(key(2), "it gave up", 1.0)
     assert coordinator.phase is Phase.ABORTED, "another may take its place"
@@ -966,11 +968,11 @@ def test_who_waits_no_longer_makes_up_for_nobody():
 
 def test_a_round_that_counts_samples_goes_on_with_one():
     rules = replace(RULES, min_group=2, target_samples=32)
-    coordinator = gathering(1, 2, rules=rules)
+    gathers = gathering(1, 2, rules=rules)
     for number in (1, 2):
-        coordinator.progress(key(number), Progress(TIP, 16.0, 1.0), 0.0)
-        join(coordinator, number)
-    assert coordinator.begin is not None
+        gathers.progress(key(number), Progress(TIP, 16.0, 1.0), 0.0)
+        join(gathers, number)
+    coordinator = begun(gathers)
     join(coordinator, 3)
     coordinator.put_out(key(2), "lost", 1.0)
     assert coordinator.phase is Phase.SURVEYING

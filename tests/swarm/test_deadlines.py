@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.swarm.protocol.coordinator import Coordinator, Phase
 from shoal.swarm.protocol.deadlines import BEGIN_SLACK_SECONDS, Deadlines, Duty
-from tests.swarm.rounds import RULES, TIP, join_of, key, member, members, signer
+from shoal.swarm.protocol.gathering import Gathering, Until
+from tests.swarm.rounds import RULES, at_tip, join_of, key, member, members, signer
 
 WAIT = 15.0
 
 
 def begun_after(haste: float) -> float:
     """When a round begins for which one that is expected never joins."""
-    lead = Coordinator(key(1), TIP, RULES, signer(1), haste=haste)
+    lead = Gathering(key(1), at_tip(), RULES, signer(1), haste=haste)
     lead.expect(members(1, 2, 3), 0.0)
     for number in (1, 2):
         lead.join(key(number), join_of(member(number), patience=WAIT), b"", 0.0)
     now = 0.0
-    while lead.phase is Phase.GATHERING and (due := lead.wake_at()) is not None:
+    while lead.until is Until.BEGIN and (due := lead.wake_at()) is not None:
         now = due
         lead.tick(now)
     return now

@@ -9,19 +9,20 @@ import pytest
 from shoal.swarm.protocol.actions import Send
 from shoal.swarm.protocol.book import Book
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.coordinator import REMINDER_SECONDS, Phase
 from shoal.swarm.protocol.doubts import DECIDE_SLACK_SECONDS, MOST_ENDED
+from shoal.swarm.protocol.gathering import REMINDER_SECONDS, Gathering
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.leading import Leading, Phase
 from shoal.swarm.protocol.messages import Abort, Broken, Commit, Doubt, Elsewhere, Survey
 from shoal.swarm.protocol.patience import FORGIVEN_SECONDS, LONGEST_PAUSE, SHORTEST_SECONDS, Patience
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
-from tests.swarm.rounds import RULES, begin_of, chunks_of, key, keys, member, members, signer
+from tests.swarm.rounds import RULES, begin_of, begun, chunks_of, key, keys, member, members, signer
 from tests.swarm.test_coordinator import ROOT, gathering, join, running, the
 from tests.swarm.test_lead import join as join_lead
-from tests.swarm.test_lead import leading, peer_of
+from tests.swarm.test_lead import peer_of
 from tests.swarm.test_one_liar import commit_by, peer_2
 from tests.swarm.wire import Digests
 
@@ -75,7 +76,7 @@ def test_a_round_begins_without_who_held_up_too_many_if_the_others_are_enough() 
         join(coordinator, number, now=1.0)
     assert coordinator.begin is not None
     assert [member.key for member in coordinator.begin.members] == sorted(keys(1, 2))
-    assert key(3) in coordinator.late, "it hears how the round ends"
+    assert key(3) in begun(coordinator, 1.0).late, "it hears how the round ends"
 
 
 def test_who_is_never_done_is_put_out_once_this_peer_is() -> None:
@@ -99,7 +100,7 @@ def test_who_held_up_too_many_is_doubted_as_the_next_coordinator_at_once() -> No
         patience.committed([key(4)], key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
     assert [type(send.message) for send in peer.out if isinstance(send, Send)] == [Doubt]
-    assert key(4) in peer.participant.doubted
+    assert key(4) in peer.participant.at.doubted
 
 
 def test_where_no_samples_are_counted_nobody_is_kept_out_or_doubted_for_that() -> None:
@@ -107,7 +108,7 @@ def test_where_no_samples_are_counted_nobody_is_kept_out_or_doubted_for_that() -
     for now in (0.0, 1.0):
         peer.participant.silence.patience.committed([key(4)], key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
-    assert not peer.participant.doubted
+    assert not peer.participant.at.doubted
 
 
 def counting_peer(rules: Rules = RULES) -> Peer:
@@ -124,16 +125,16 @@ def begin_and_end(peer: Peer, attempt: int, now: float, lasts: float) -> None:
     begin = begin_of(members(2, 3, 4), coordinator=4, attempt=attempt)
     peer.receive(key(4), begin, [], now)
     peer.receive(key(4), Abort(begin.round, "not yet"), [], now + lasts)
-    peer.participant.error = None
+    peer.participant.given.error = None
     peer.participant.next_step(now + lasts)
 
 
 def test_who_ends_each_of_its_rounds_is_doubted_after_a_few() -> None:
     peer = counting_peer()
     for attempt in range(1, MOST_ENDED + 1):
-        assert not peer.participant.doubted
+        assert not peer.participant.at.doubted
         begin_and_end(peer, attempt, now=0.01 * attempt, lasts=0.005)
-    assert set(peer.participant.doubted) == {key(4)}
+    assert set(peer.participant.at.doubted) == {key(4)}
 
 
 def test_a_coordinator_has_no_more_time_for_two_rounds_than_for_one() -> None:
@@ -142,9 +143,9 @@ def test_a_coordinator_has_no_more_time_for_two_rounds_than_for_one() -> None:
     begin_and_end(peer, 1, now=0.0, lasts=limit - 5.0)
     peer.receive(key(4), begin_of(members(2, 3, 4), coordinator=4, attempt=2), [], limit - 4.0)
     peer.look(lambda key: 0, limit - 1.0)
-    assert not peer.participant.doubted
+    assert not peer.participant.at.doubted
     peer.look(lambda key: 0, limit + 1.0)
-    assert set(peer.participant.doubted) == {key(4)}
+    assert set(peer.participant.at.doubted) == {key(4)}
 
 
 def test_a_coordinator_owes_nothing_while_too_few_are_here() -> None:
@@ -154,7 +155,7 @@ def test_a_coordinator_owes_nothing_while_too_few_are_here() -> None:
     begin_and_end(peer, 1, now=0.0, lasts=1.0)
     for now in range(2, int(limit) + 10):
         peer.look(lambda key: 0, float(now))
-    assert not peer.participant.doubted
+    assert not peer.participant.at.doubted
 
 
 def test_who_has_signed_a_void_commit_is_doubted_at_once() -> None:
@@ -162,17 +163,19 @@ def test_who_has_signed_a_void_commit_is_doubted_at_once() -> None:
     peer.receive(key(3), commit_by(4), [], 0.0)
     peer.out.clear()
     peer.give_up_missed(1.0)
-    assert set(peer.participant.doubted) == {key(4)}
+    assert set(peer.participant.at.doubted) == {key(4)}
     assert [send.to for send in peer.out if isinstance(send, Send) and isinstance(send.message, Doubt)] == [keys(3)]
 
 
 def test_nobody_waits_for_the_state_that_an_auxiliary_peer_names() -> None:
     """It has none: who resigned for it, and was joined again, was told of it again."""
-    peer, lead = leading(1, 2, 3)
+    peer = peer_of(1, 2, 3)
+    join_lead(peer, 2)
+    lead = peer.lead
+    assert isinstance(lead, Gathering)
     peer.keeps_state = True
     peer.view.returned(member(4, Role.AUXILIARY))
     later = Tip(lead.tip.epoch + 1, bytes(32), 1e9)
-    lead.begin, lead.phase = None, Phase.GATHERING
     peer.told(key(4), later, 0.0)
     assert peer.lead is lead
     peer.told(key(3), later, 0.0)
@@ -196,12 +199,13 @@ def begins_after(history: History, now: float) -> float:
     lead = gathering(1, 2, 3, rules=rules, veterans=frozenset(keys(1, 2, 3)), history=history)
     for number in (1, 2):
         join(lead, number, now=now, patience=16.0)
+    at: float | None = now
     while lead.begin is None:
         at = lead.wake_at()
         assert at is not None
         lead.tick(at)
     history.punctuality.new_tip()
-    return lead.got_on_at - now
+    return at - now
 
 
 def test_who_is_waited_for_in_vain_is_waited_for_less_the_next_time() -> None:
@@ -243,12 +247,13 @@ def after_elsewhere(begun_by: int, committed_by: int = 1) -> Patience:
     peer.participant.next_step(0.0)
     for number in (1, 2, 3):
         join_lead(peer, number)
-    begin = peer.lead.begin
-    assert begin is not None
+    lead = peer.lead
+    assert isinstance(lead, Leading)
+    begin = lead.begin
     peer.receive(key(1), begin, [], 0.0)
     other = signer(begun_by, run_id).sign(begin_of(members(1, 2, 3), coordinator=begun_by, tip=peer.tip))
     peer.receive(key(3), Elsewhere(member(begun_by), other), [], 0.0)
-    assert peer.lead.phase is Phase.ABORTED
+    assert (peer.lead, lead.phase) == (None, Phase.ABORTED)
     commit = Commit(peer.tip, begin.round, bytes(32), 3.0, keys(1, 2, 3), members(1, 2, 3), key(committed_by))
     peer.receive(key(committed_by), signer(committed_by, run_id).sign(commit), [], 0.0)
     assert peer.tip.epoch == 1

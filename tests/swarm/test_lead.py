@@ -11,8 +11,9 @@ from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.actions import Ask, Send
 from shoal.swarm.protocol.book import Book
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
+from shoal.swarm.protocol.gathering import Gathering, Until
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.leading import NOTICE_SECONDS, Leading, Phase
 from shoal.swarm.protocol.messages import Broken, Hello, Join, Progress, Survey
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.silence import Silence
@@ -21,6 +22,7 @@ from tests.swarm.rounds import (
     RULES,
     TERMS,
     TIP,
+    at_tip,
     chunks_of,
     digest,
     have_of,
@@ -51,14 +53,20 @@ def join(peer: Peer, number: int, gathered: bytes = b"") -> None:
     peer.receive(key(number), message, [memoryview(gathered)], 0.0)
 
 
-def leading(*numbers: int) -> tuple[Peer, Coordinator]:
+def leading(*numbers: int) -> tuple[Peer, Leading]:
     """Peer 1 leads; all of these have joined, and the round has begun."""
     peer = peer_of(*numbers)
     for number in numbers:
         join(peer, number)
-    assert peer.lead.phase is Phase.RUNNING
+    assert isinstance(peer.lead, Leading)
     peer.out.clear()
     return peer, peer.lead
+
+
+def gathers(peer: Peer) -> Gathering:
+    """How it gathers the members of a round."""
+    assert isinstance(peer.lead, Gathering)
+    return peer.lead
 
 
 def told(peer: Peer, kind: type) -> list[bytes]:
@@ -70,7 +78,7 @@ def told(peer: Peer, kind: type) -> list[bytes]:
     return found
 
 
-def complain(peer: Peer, lead: Coordinator, number: int, of: bytes, now: float = 0.0) -> None:
+def complain(peer: Peer, lead: Leading, number: int, of: bytes, now: float = 0.0) -> None:
     assert lead.begin is not None
     broken = Broken(lead.begin.round, of, False, "the connection to it was lost")
     peer.receive(key(number), broken, [], now)
@@ -79,10 +87,10 @@ def complain(peer: Peer, lead: Coordinator, number: int, of: bytes, now: float =
 @pytest.mark.parametrize("garbage", [b"\xc1", b"\xa1\xff", b"\x91" * 60_000, b"\x01\x02"])
 def test_garbage_that_a_member_would_have_others_read_is_refused(garbage: bytes) -> None:
     peer = peer_of(1, 2)
-    peer._leading(0.0)
+    peer._coordinating(0.0)
     with pytest.raises(Refused, match="not plain data"):
         join(peer, 2, garbage)
-    assert not peer.lead.joins
+    assert not gathers(peer).joins
 
 
 def test_two_that_do_not_reach_each_other_are_parted_once() -> None:
@@ -133,7 +141,7 @@ def test_an_answer_that_comes_after_the_round_is_ignored(late: Any) -> None:
     before = len(peer.out)
     answer = late(survey.ballot)
     peer.answered(key(2), survey, answer or TimeoutError("it is slow"), 1.0)
-    peer._lead_nothing()
+    peer._end_lead()
     peer.answered(key(3), survey, have_of(survey.ballot, out=keys(3)), 1.0)
     assert len(peer.out) == before
     assert lead.phase is Phase.ABORTED
@@ -162,9 +170,9 @@ def test_whoever_resigns_joins_again_itself() -> None:
     peer.expect_join(key(1), mine)
     peer.receive(key(1), mine, [], 1.0)
     join(peer, 2)
-    assert peer.lead.phase is Phase.GATHERING
+    assert gathers(peer).until is Until.BEGIN
     peer.told(key(3), better, 2.0)
-    assert peer.lead.over
+    assert peer.lead is None
     peer.view.ignore(peer.tip, 2.0)
     assert own_join(peer, 2.0) is not None
 
@@ -176,7 +184,7 @@ def test_a_claim_that_is_ignored_ends_no_round() -> None:
     peer.view.ignore(peer.tip, 0.0)
     join(peer, 2)
     peer.told(key(3), better, 2.0)
-    assert peer.lead.phase is Phase.GATHERING
+    assert gathers(peer).until is Until.BEGIN
 
 
 def test_a_join_of_a_peer_that_is_lost_before_its_tip_comes_is_void() -> None:
@@ -185,7 +193,7 @@ def test_a_join_of_a_peer_that_is_lost_before_its_tip_comes_is_void() -> None:
     peer.expect_join(key(2), message)
     peer.lost(key(2), peer.view.lose(key(2)), 0.0)
     assert isinstance(peer.receive(key(2), message, [], 0.0), Hello), "should it live, it must not wait in vain"
-    assert not peer.lead.joins
+    assert peer.lead is None
 
 
 def test_a_join_that_is_never_heard_goes_with_its_sender() -> None:
@@ -221,7 +229,7 @@ def test_who_reports_and_never_joins_is_waited_for_ever_more_seldom() -> None:
     rules = replace(RULES, target_samples=10.0)
     history = History()
     for epoch in range(17):
-        lead = Coordinator(key(1), TIP, rules, signer(1), history)
+        lead = Gathering(key(1), at_tip(), rules, signer(1), history)
         lead.expect(members(1, 2, 3), 0.0)
         for number, samples in ((3, 5.0), (1, 5.0), (2, 5.0)):
             lead.progress(key(number), Progress(TIP, samples, 1.0), 0.0)
@@ -240,7 +248,7 @@ def test_many_who_report_and_never_join_cost_a_tenth_of_the_time() -> None:
     rules = replace(RULES, target_samples=10.0, matchmaking_time=15.0)
     history, now, waited = History(), 0.0, 0.0
     while now < 2000.0:
-        lead = Coordinator(key(1), TIP, rules, signer(1), history)
+        lead = Gathering(key(1), at_tip(), rules, signer(1), history)
         lead.expect([*members(1, 2), *(member(number, Role.CLIENT) for number in range(3, 7))], now)
         for number, samples in ((3, 0.1), (4, 0.1), (5, 0.1), (6, 0.1), (1, 5.0), (2, 5.0)):
             lead.progress(key(number), Progress(TIP, samples, 1.0), now)

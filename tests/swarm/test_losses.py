@@ -9,8 +9,9 @@ import pytest
 
 from shoal.p2p.identity import PeerID
 from shoal.swarm.losses import TOLD_SECONDS, Losses
-from shoal.swarm.protocol.coordinator import Coordinator
-from tests.swarm.rounds import RULES, TIP, join_of, key, member, members, signer
+from shoal.swarm.protocol.gathering import Gathering
+from shoal.swarm.protocol.leading import Leading
+from tests.swarm.rounds import RULES, at_tip, begun, join_of, key, member, members, signer
 
 
 def add(losses: Losses, number: int, now: float = 0.0, *, coordinated: bool = False) -> None:
@@ -52,14 +53,13 @@ def test_the_loss_of_the_coordinator_is_an_event_of_its_own(caplog: pytest.LogCa
     assert [loss.coordinated for loss in losses.told(4, 0.0)] == [False, True]
 
 
-def coordinating(*numbers: int) -> Coordinator:
+def coordinating(*numbers: int) -> Leading:
     """Peer 1 coordinates a round of these."""
-    coordinator = Coordinator(key(1), TIP, RULES, signer(1))
+    coordinator = Gathering(key(1), at_tip(), RULES, signer(1))
     coordinator.expect(members(*numbers), 0.0)
     for number in numbers:
         coordinator.join(key(number), join_of(member(number)), b"", 0.0)
-    assert coordinator.begin is not None
-    return coordinator
+    return begun(coordinator)
 
 
 def test_who_is_put_out_of_a_round_is_told_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:

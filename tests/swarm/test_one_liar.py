@@ -11,7 +11,8 @@ import pytest
 from shoal.swarm.protocol.actions import Ask, Meet, Send
 from shoal.swarm.protocol.book import Book, RuleBroken, root_of
 from shoal.swarm.protocol.contribution import Contribution
-from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
+from shoal.swarm.protocol.gathering import Gathering, Until
+from shoal.swarm.protocol.leading import NOTICE_SECONDS, Leading, Phase
 from shoal.swarm.protocol.messages import (
     MAX_DOUBTS,
     Abort,
@@ -43,6 +44,7 @@ from tests.swarm.rounds import (
     TERMS,
     TIP,
     begin_of,
+    begun,
     chunks_of,
     digest,
     have_of,
@@ -110,9 +112,9 @@ def test_a_commit_by_an_invented_peer_is_none() -> None:
     peer = peer_2()
     with pytest.raises(RuleBroken, match="no member"):
         peer.receive(key(3), commit_by(NOBODY), [], 0.0)
-    assert peer.participant.missed is None
+    assert peer.participant.at.missed is None
     peer.receive(key(3), commit_by(4), [], 0.0)
-    assert peer.participant.missed is not None
+    assert peer.participant.at.missed is not None
 
 
 def test_a_coordinator_cannot_make_up_how_many_samples_are_behind_a_state() -> None:
@@ -122,7 +124,7 @@ def test_a_coordinator_cannot_make_up_how_many_samples_are_behind_a_state() -> N
         peer.receive(key(1), commit_by(1, BEGIN.round, 1e300), [], 0.0)
     assert peer.tip == TIP
     peer.receive(key(1), commit_by(1, BEGIN.round, sum(BEGIN.weights)), [], 0.0)
-    assert peer.participant.missed is not None, "its result is not here"
+    assert peer.participant.at.missed is not None, "its result is not here"
 
 
 def test_elsewhere_never_hastens_a_round() -> None:
@@ -152,7 +154,7 @@ def test_a_member_ends_one_round_of_a_tip_by_being_elsewhere() -> None:
     assert lead.phase is Phase.ABORTED
     for number in (1, 2, 3):
         send_join(peer, number)
-    again = peer.lead
+    again = led_by(peer)
     assert again.phase is Phase.RUNNING
     peer.receive(key(2), Elsewhere(member(2), begin), [], 1.0)
     assert not again.over
@@ -162,19 +164,24 @@ def test_a_member_ends_one_round_of_a_tip_by_being_elsewhere() -> None:
 def test_a_member_ends_one_round_of_a_tip_by_what_it_answers_to_a_survey() -> None:
     peer, lead = leading(1, 2, 3)
     for turn in range(2):
-        lead = peer.lead
-        assert lead.begin is not None
+        lead = led_by(peer)
         peer.out.clear()
         peer.answered(key(2), survey_of(lead), Elsewhere(member(1), lead.begin), 0.0)
         if turn == 0:
             assert lead.phase is Phase.ABORTED
             for number in (1, 2, 3):
                 send_join(peer, number)
-    assert not peer.lead.over
-    assert set(peer.lead.out) == {key(2)}
+    assert not led_by(peer).over
+    assert set(led_by(peer).out) == {key(2)}
 
 
-def survey_of(lead: Coordinator) -> Survey:
+def led_by(peer: Peer) -> Leading:
+    """The round that it coordinates, or has coordinated last."""
+    assert isinstance(peer.led, Leading)
+    return peer.led
+
+
+def survey_of(lead: Leading) -> Survey:
     """What it asks as the round is surveyed."""
     [ask] = [action for action in lead.start_survey(0.0) if isinstance(action, Ask)]
     assert isinstance(ask.message, Survey)
@@ -183,7 +190,7 @@ def survey_of(lead: Coordinator) -> Survey:
 
 def outbids(peer: Peer, number: int, by: int) -> None:
     """That member answers a survey by one of its own, or of a peer that it has made up, under a higher ballot."""
-    survey = survey_of(peer.lead)
+    survey = survey_of(led_by(peer))
     ballot = Ballot(survey.ballot.number + 1, key(by))
     higher = signer(by, peer.view.run_id).sign(Survey(peer.tip, survey.round, ballot, (), None))
     peer.answered(key(number), survey, Have(ballot, (), None, (), None, None, higher), 0.0)
@@ -196,8 +203,8 @@ def test_a_coordinator_gives_way_to_a_member_once() -> None:
     for number in (1, 2, 3):
         send_join(peer, number)
     outbids(peer, 2, by=2)
-    assert not peer.lead.over
-    assert set(peer.lead.out) == {key(2)}
+    assert not led_by(peer).over
+    assert set(led_by(peer).out) == {key(2)}
 
 
 def test_a_ballot_of_an_invented_peer_outbids_nobody() -> None:
@@ -266,11 +273,11 @@ def test_a_successor_knows_which_pairs_were_parted() -> None:
 
 @pytest.mark.parametrize("role", [Role.AUXILIARY, Role.NODE])
 def test_two_are_parted_only_if_a_third_holds_what_they_lack(role: Role) -> None:
-    coordinator = gathering(1, 2, 3)
-    coordinator.expected[key(1)] = member(1, role)
+    gathers = gathering(1, 2, 3)
+    gathers.expected[key(1)] = member(1, role)
     for number in (1, 2, 3):
-        coordinator.join(key(number), join_of(member(number, role if number == 1 else Role.NODE)), b"", 0.0)
-    assert coordinator.begin is not None
+        gathers.join(key(number), join_of(member(number, role if number == 1 else Role.NODE)), b"", 0.0)
+    coordinator = begun(gathers)
     coordinator.broken(key(2), Broken(coordinator.begin.round, key(3), True, "I do not reach it"), True, 0.0)
     assert set(coordinator.out) == ({key(3)} if role is Role.AUXILIARY else set())
 
@@ -305,7 +312,7 @@ def test_many_doubts_in_one_message_cost_no_more_than_one(how: str) -> None:
     with suppress(RuleBroken):
         peer.receive(key(3), TakeOver(TIP, tuple(doubts)), [], 0.0)
     assert signs.looked_at <= 1
-    assert not peer.participant.deposed
+    assert not peer.participant.at.deposed
 
 
 def test_a_doubt_that_is_repeated_costs_nothing() -> None:
@@ -327,7 +334,7 @@ def test_doubts_of_a_coordinator_that_is_lost_here_count_for_those_who_still_wai
     assert peer.view.lose(key(4))
     for number in (3, 5, 6):
         peer.receive(key(number), doubt_of(4, by=number), [], 0.0)
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
     peer.out.clear()
     peer.receive(key(6), doubt_of(4, by=6), [], 1.0)
     (sent,) = peer.out
@@ -346,9 +353,9 @@ def test_who_has_lost_a_coordinator_doubts_it_with_those_who_wait_for_it() -> No
     peer.view.reaches = lambda key_: key_ != key(4)
     assert peer.view.lose(key(4))
     peer.receive(key(3), doubt_of(4, by=3), [], 0.0)
-    assert not peer.participant.deposed
+    assert not peer.participant.at.deposed
     peer.receive(key(5), doubt_of(4, by=5), [], 0.0)  # two of four; and this peer
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
 
 
 def successor_of_a_lost_coordinator() -> tuple[Peer, Begin]:
@@ -375,7 +382,7 @@ def test_who_gave_way_in_a_round_asks_again_though_others_have_joined_it_for_ano
     message = join_of(member(3, Role.CLIENT), tip=peer.tip)
     peer.expect_join(key(3), message)
     peer.receive(key(3), message, [], 0.0)
-    assert peer.lead.is_before_begin
+    assert isinstance(peer.lead, Gathering)
     peer.out.clear()
     peer.succeed(1.0)
     assert [survey.round for survey in surveys(peer)] == [begin.round]
@@ -384,7 +391,7 @@ def test_who_gave_way_in_a_round_asks_again_though_others_have_joined_it_for_ano
 def test_a_survey_that_put_others_out_is_believed_of_who_can_coordinate_the_round() -> None:
     """Who makes it up, or signs it itself, says nothing but its own word."""
     peer, begin = successor_of_a_lost_coordinator()
-    lead = peer.lead
+    lead = led_by(peer)
     for coordinator, believed in ((4, (3,)), (5, ()), (9, ())):
         survey = Survey(begin.tip, begin.round, Ballot(2, key(coordinator)), keys(3), None, ())
         have = have_of(lead.ballot, out=keys(3))
@@ -401,14 +408,14 @@ def test_who_was_asked_before_most_doubted_the_coordinator_is_asked_again() -> N
     peer.answered(key(5), first, Elsewhere(member(4), begin), 0.0)
     [again] = surveys(peer)
     assert {doubt.sender for doubt in again.doubts} == {key(2), key(3)}
-    assert set(peer.lead.out) == {key(4)}
+    assert set(led_by(peer).out) == {key(4)}
     peer.answered(key(5), again, Elsewhere(member(4), begin), 0.0)
-    assert peer.lead.over, "it waits: 5 may not have noticed yet, or count the doubts of others"
+    assert peer.lead is None, "it waits: 5 may not have noticed yet, or count the doubts of others"
     peer.out.clear()
     peer.succeed(NOTICE_SECONDS)
     [last] = surveys(peer)
     peer.answered(key(5), last, Elsewhere(member(4), begin), NOTICE_SECONDS)
-    assert set(peer.lead.out) == {key(4), key(5)}
+    assert set(led_by(peer).out) == {key(4), key(5)}
 
 
 def test_a_successor_ends_a_round_that_others_have_left() -> None:
@@ -416,8 +423,8 @@ def test_a_successor_ends_a_round_that_others_have_left() -> None:
     peer, _ = successor_of_a_lost_coordinator()
     [survey] = surveys(peer)
     peer.answered(key(3), survey, Elsewhere(member(4)), 0.0)
-    assert peer.lead.phase is Phase.ABORTED
-    assert set(peer.lead.out) == {key(4)}
+    assert led_by(peer).phase is Phase.ABORTED
+    assert set(led_by(peer).out) == {key(4)}
 
 
 def test_who_has_left_a_round_says_so_to_a_successor() -> None:
@@ -442,9 +449,9 @@ def test_no_coordinator_begins_two_rounds_under_one_ballot() -> None:
         send_join(peer, number)
         peer.tick(RULES.matchmaking_time)
         peer.tick(2 * RULES.matchmaking_time)
-        assert peer.lead.begin is not None
-        ballots.append(peer.lead.ballot)
-        peer.out.extend(peer.lead.abort("it has not got on"))
+        lead = led_by(peer)
+        ballots.append(lead.ballot)
+        peer.out.extend(lead.abort("it has not got on"))
     assert ballots[0] < ballots[1]
 
 
@@ -462,7 +469,7 @@ def test_nobody_has_it_forgotten_that_it_has_begun_a_round_by_signing_many() -> 
         elsewhere_with(peer, 4, attempt)
     begin = begin_of(members(3), coordinator=4, chunks=9)
     assert not peer.participant.is_begun(begin, key(3)), "the second under its ballot"
-    assert len(peer.participant._begun[key(4)]) == MAX_BEGUN
+    assert len(peer.participant.at.begun[key(4)]) == MAX_BEGUN
     assert not peer.participant._proven, "that is no proof any more"
     elsewhere_with(peer, 4, 2 * MAX_BEGUN - 1, chunks=9)
     assert set(peer.participant._proven) == {key(4)}
@@ -478,7 +485,7 @@ def test_nobody_has_it_forgotten_that_a_member_has_begun_a_round() -> None:
         begin = msgspec.structs.replace(begin_of(members(3), coordinator=4), ballot=stranger)
         with suppress(RuleBroken):
             peer.receive(key(3), Elsewhere(member(4), begin), [], 0.0)
-    assert len(peer.participant._begun) == MAX_SIGNERS + 1
+    assert len(peer.participant.at.begun) == MAX_SIGNERS + 1
     elsewhere_with(peer, 4, chunks=9)
     assert set(peer.participant._proven) == {key(4)}
 
@@ -516,13 +523,13 @@ def test_who_is_behind_doubts_no_coordinator() -> None:
     peer.asks_coordinator(coordinator, 10.0, samples=0.0)
     peer.told(key(3), TIP.after(b"root", 8.0), 11.0)
     peer.doubts.look(30.0)
-    assert coordinator not in peer.participant.doubted
+    assert coordinator not in peer.participant.at.doubted
 
 
 def test_as_many_doubts_as_there_are_can_be_passed_on() -> None:
     peer = peer_2()
     for of in range(3):
-        peer.participant.deposed[key(of)] = None
+        peer.participant.at.deposed[key(of)] = None
         peer.doubts._said.update({(key(of), by.to_bytes(32)): doubt_of(of, by=3) for by in range(1000)})
     survey = Survey(TIP, bytes(16), Ballot(2, key(2)), (), None, peer.doubts.evidence)
     assert len(signer(2).sign(survey).doubts) == MAX_DOUBTS
@@ -537,7 +544,7 @@ def test_complaints_that_repeat_take_no_memory() -> None:
     assert len(coordinator._judgements) == 1
 
 
-def disputing(coordinator: Coordinator, liar: int) -> None:
+def disputing(coordinator: Leading, liar: int) -> None:
     """All are done; the liar with another digest, of chunks of which it lacks one."""
     assert coordinator.begin is not None
     lacking = [*ALL[:-1], b""]
@@ -566,14 +573,14 @@ def test_a_member_ends_one_round_of_a_tip_by_being_past_it() -> None:
     ahead = Tip(5, bytes(32), 1e300)
     for turn in range(2):
         hello = Hello(member(2), TERMS, ahead, members(2))
-        peer.answered(key(2), survey_of(peer.lead), hello, 0.0)
+        peer.answered(key(2), survey_of(led_by(peer)), hello, 0.0)
         if turn == 0:
-            assert peer.lead.phase is Phase.ABORTED
+            assert led_by(peer).phase is Phase.ABORTED
             peer.view.ignore(peer.tip, 0.0)
             for number in (1, 2, 3):
                 send_join(peer, number)
-    assert not peer.lead.over
-    assert set(peer.lead.out) == {key(2)}
+    assert not led_by(peer).over
+    assert set(led_by(peer).out) == {key(2)}
 
 
 def test_nobody_is_parted_by_a_repair_that_an_invented_peer_has_signed() -> None:
@@ -597,11 +604,11 @@ def test_what_a_liar_adds_to_a_take_over_is_not_passed_on() -> None:
     true = [doubt_of(4, by=number) for number in (3, 5, 6)]
     false = [doubt_of(4, by=5, signed_by=3), doubt_of(4, by=7, signed_by=3)]
     peer.receive(key(3), TakeOver(TIP, (*true, *false)), [], 0.0)
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
     other = peer_2()
     other.view.learn(members(5, 6, 7))
     other.receive(key(3), TakeOver(TIP, peer.doubts.evidence), [], 0.0)
-    assert key(4) in other.participant.deposed
+    assert key(4) in other.participant.at.deposed
 
 
 def test_elsewhere_makes_nobody_dial_without_end() -> None:
@@ -619,7 +626,7 @@ def test_one_member_that_joins_calls_no_round() -> None:
     coordinator = gathering(1, 2, 3, 4, rules=rules)
     assert join(coordinator, 4, weight=1.0, patience=0.0) == []
     assert coordinator.tick(1000.0) == []
-    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.until is Until.CALL
 
 
 def test_who_leaves_again_and_again_has_nobody_tell_all_of_the_last_commit_each_time() -> None:
@@ -674,7 +681,7 @@ def test_doubts_of_a_deposed_coordinator_that_repeat_are_answered_once() -> None
     peer.view.learn(members(5))
     for number in (3, 5):
         peer.receive(key(number), doubt_of(4, by=number), [], 0.0)
-    assert key(4) in peer.participant.deposed
+    assert key(4) in peer.participant.at.deposed
 
     def answers() -> int:
         return sum(
@@ -697,7 +704,7 @@ def test_a_deposed_coordinator_that_was_away_hears_of_it_when_it_is_back() -> No
     for number in (3, 4):
         peer.doubts.doubt(key(number))
         peer.receive(key(7 - number), doubt_of(number, by=7 - number), [], 0.0)
-    assert peer.participant.deposed.keys() == {key(3), key(4)}
+    assert peer.participant.at.deposed.keys() == {key(3), key(4)}
 
     def told() -> list[tuple[bytes, ...]]:
         peer.out.clear()

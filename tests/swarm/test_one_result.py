@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.swarm.protocol.coordinator import Phase
+from shoal.swarm.protocol.leading import Leading
 from tests.swarm.rounds import RULES, key, member
 from tests.swarm.wire import Wire
 
@@ -128,18 +128,15 @@ class Partings(RoundMachine):
 
     @rule(choice=ANY, whom=ANY)
     def put_out(self, choice: int, whom: int) -> None:
-        leads = [
-            key
-            for key in self.wire.living
-            if self.wire.peers[key].lead.begin is not None or not self.wire.peers[key].lead.over
-        ]
+        leads = [key for key in self.wire.living if self.wire.peers[key].led is not None]
         if not leads:
             return
         chosen = leads[choice % len(leads)]
         peer = self.wire.peers[chosen]
-        keys = [k for k in peer.lead.live() if k != self.hub]
-        if keys and peer.lead.phase in (Phase.RUNNING, Phase.SURVEYING):
-            peer.out.extend(peer.lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
+        lead = peer.lead
+        keys = [k for k in lead.live() if k != self.hub] if isinstance(lead, Leading) else []
+        if keys and isinstance(lead, Leading):
+            peer.out.extend(lead.put_out(keys[whom % len(keys)], "it is slow", self.wire.now))
             self.wire.act(chosen)
 
 

@@ -12,6 +12,7 @@ import pytest
 from shoal.p2p.errors import Outrun
 from shoal.swarm.protocol.book import Book, RuleBroken
 from shoal.swarm.protocol.contribution import Contribution
+from shoal.swarm.protocol.lifetimes import AtTip, InRound
 from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import Begin, Commit, Doubt, Elsewhere, Have, Repair, Source, Survey
 from shoal.swarm.protocol.participant import Participant, State
@@ -26,7 +27,7 @@ BEGIN = begin_of(members(1, 2, 3))
 
 
 def follow(participant: Participant, begin: Begin, sender: bytes | None = None, *, relayed: bool = False) -> None:
-    participant.asked[begin.ballot.coordinator] = None  # it has its JOIN
+    participant.at.asked[begin.ballot.coordinator] = None  # it has its JOIN
     participant.enter(sender or begin.ballot.coordinator, begin, [], 0.0, relayed=relayed)
 
 
@@ -58,12 +59,19 @@ def in_round(begin: Begin = BEGIN) -> Participant:
 def traces(participant: Participant) -> tuple[Any, ...]:
     """All that following a message may change."""
     p = participant
-    return p.state, p.tip, p.ballot, p.begin, p.repair, p.done, p.commit, p.missed, p.called
+    of_round = None if p.round is None else (p.round.begin, p.round.repair, p.round.done)
+    return p.state, p.at.tip, p.at.ballot, of_round, p.at.commit, p.at.missed, p.at.called
+
+
+def round_of(participant: Participant) -> InRound:
+    """The round that it is in."""
+    assert participant.round is not None
+    return participant.round
 
 
 def has_all(participant: Participant) -> None:
     """Every chunk is here."""
-    participant.state, participant.done = State.COMPLETE, participant.ballot
+    participant.state, round_of(participant).done = State.COMPLETE, participant.at.ballot
 
 
 def survey_of(number: int, coordinator: int, begin: Begin = BEGIN, out: tuple[bytes, ...] = ()) -> Survey:
@@ -85,8 +93,8 @@ def commit_of(begin: Begin = BEGIN, root: bytes = digest("r")) -> Commit:
 def test_a_round_that_it_has_joined_is_followed() -> None:
     participant = in_round()
     assert participant.begin is BEGIN
-    assert participant.ballot == BEGIN.ballot
-    assert participant.ballot.number == 1
+    assert participant.at.ballot == BEGIN.ballot
+    assert participant.at.ballot.number == 1
     assert participant.state is State.IN_ROUND
 
 
@@ -125,8 +133,8 @@ def test_a_begin_with_a_loss_is_followed_only_if_this_peer_has_given_one() -> No
     with_loss = msgspec.structs.replace(BEGIN, loss=loss)
     for own, weight, follows in ((None, 1.0, False), (None, 0.0, True), (loss, 1.0, True)):
         participant = participant_at(TIP)
-        assert participant.input is not None
-        participant.input = replace(participant.input, tip=TIP, weight=weight, loss=own)
+        assert participant.given.input is not None
+        participant.given.input = replace(participant.given.input, tip=TIP, weight=weight, loss=own)
         begin = msgspec.structs.replace(with_loss, weights=(1.0, weight, 1.0))
         if follows:
             follow(participant, begin)
@@ -135,8 +143,8 @@ def test_a_begin_with_a_loss_is_followed_only_if_this_peer_has_given_one() -> No
             with pytest.raises(RuleBroken, match="BEGIN has a loss, and this peer has joined without one"):
                 follow(participant, begin)
     participant = participant_at(TIP)
-    assert participant.input is not None
-    participant.input = replace(participant.input, tip=TIP, loss=loss)
+    assert participant.given.input is not None
+    participant.given.input = replace(participant.given.input, tip=TIP, loss=loss)
     follow(participant, BEGIN)  # another peer gave none
 
 
@@ -168,7 +176,7 @@ def test_of_two_coordinators_with_unequal_views_the_first_is_followed_and_the_ot
     with pytest.raises(RuleBroken, match="in a round already"):
         follow(participant, other)
     assert participant.begin is mine
-    assert participant.ballot == mine.ballot
+    assert participant.at.ballot == mine.ballot
 
 
 def test_rounds_that_only_begin_and_end_are_no_progress() -> None:
@@ -183,14 +191,14 @@ def test_rounds_that_only_begin_and_end_are_no_progress() -> None:
 def test_a_higher_ballot_voids_the_lower_for_good() -> None:
     participant = in_round(begin_of(members(1, 2, 3), attempt=3, coordinator=3))
     participant.leave()
-    assert participant.ballot.number == 3, "a later JOIN tells it, so that the next ballot is higher"
+    assert participant.at.ballot.number == 3, "a later JOIN tells it, so that the next ballot is higher"
     for lower in (begin_of(members(1, 2), attempt=2), begin_of(members(1, 2), attempt=3, coordinator=1)):
         with pytest.raises(RuleBroken, match=r"attempt \d, and this peer has followed 3"):
             follow(participant, lower)
     with pytest.raises(RuleBroken, match="has followed 3"):
         follow(participant, begin_of(members(1, 2, 3), attempt=3, coordinator=3))  # the same again
     follow(participant, begin_of(members(1, 2), attempt=4))
-    assert participant.ballot.number == 4
+    assert participant.at.ballot.number == 4
 
 
 # -- SURVEY and REPAIR
@@ -199,7 +207,7 @@ def test_a_higher_ballot_voids_the_lower_for_good() -> None:
 def test_a_successor_is_followed_and_then_its_predecessor_no_more() -> None:
     participant = in_round()
     follow_survey(participant, key(3), survey_of(2, 3))
-    assert participant.ballot == Ballot(2, key(3))
+    assert participant.at.ballot == Ballot(2, key(3))
     assert participant.state.name == "SURVEYED", (
         "what it holds is told: it must not say DONE before it hears how to go on"
     )
@@ -209,7 +217,7 @@ def test_a_successor_is_followed_and_then_its_predecessor_no_more() -> None:
         participant.on_repair(key(1), repair_of(1, 1))
     repair = repair_of(2, 3)
     participant.on_repair(key(3), repair)
-    assert participant.repair is repair
+    assert round_of(participant).repair is repair
     assert participant.state is State.IN_ROUND
 
 
@@ -230,15 +238,15 @@ def test_only_a_member_that_holds_a_ballot_can_use_it(sender: int, holder: int) 
     ):
         with pytest.raises(RuleBroken, match="does not hold that ballot"):
             follow_it()
-    assert participant.ballot == BEGIN.ballot
-    assert participant.repair is None
+    assert participant.at.ballot == BEGIN.ballot
+    assert round_of(participant).repair is None
 
 
 def test_a_coordinator_that_is_no_member_of_its_round_may_survey_it() -> None:
     participant = in_round(begin_of(members(2, 3), coordinator=9))
     assert participant.begin is not None
     follow_survey(participant, key(9), survey_of(2, 9, participant.begin))
-    assert participant.ballot.number == 2
+    assert participant.at.ballot.number == 2
 
 
 def test_another_round_is_not_surveyed_or_repaired_here() -> None:
@@ -267,7 +275,7 @@ def test_who_is_counted_out_does_not_answer() -> None:
 def test_a_ballot_that_a_member_has_followed_voids_lower_ones_here_too() -> None:
     participant = in_round()
     follow_survey(participant, key(1), survey_of(5, 1))
-    assert participant.ballot.number == 5
+    assert participant.at.ballot.number == 5
     with pytest.raises(RuleBroken, match="has followed 5"):
         follow_survey(participant, key(3), survey_of(4, 3))
     shown = participant.on_survey(key(3), survey_of(4, 3), [], 0.0)
@@ -281,7 +289,7 @@ def test_who_still_reaches_the_coordinator_follows_no_successor() -> None:
     answer = participant.on_survey(key(3), survey_of(2, 3), [], 0.0)
     assert isinstance(answer, Elsewhere)
     assert answer.begin is BEGIN, "it says in which round it is"
-    assert participant.ballot == BEGIN.ballot
+    assert participant.at.ballot == BEGIN.ballot
 
 
 def test_a_successor_with_the_doubts_of_most_is_followed() -> None:
@@ -321,7 +329,7 @@ def test_done_is_said_under_the_ballot_that_is_followed() -> None:
     participant = in_round()
     has_all(participant)
     follow_survey(participant, key(3), survey_of(2, 3))
-    assert participant.done == Ballot(1, key(1)), "a successor must hear under which ballot this was complete"
+    assert round_of(participant).done == Ballot(1, key(1)), "a successor must hear under which ballot this was complete"
     participant.on_repair(key(3), repair_of(2, 3))
     assert participant.state is State.IN_ROUND, "it says DONE again, under the new ballot"
 
@@ -332,40 +340,38 @@ def test_a_new_round_begins_with_a_clean_sheet() -> None:
     follow_survey(participant, key(3), survey_of(2, 3))
     participant.on_repair(key(3), repair_of(2, 3))
     participant.leave()
-    assert (participant.begin, participant.repair, participant.done) == (None, None, None)
+    assert participant.round is None
     follow(participant, begin_of(members(1, 2), attempt=3))
-    assert (participant.repair, participant.done) == (None, None)
+    assert (round_of(participant).repair, round_of(participant).done) == (None, None)
 
 
 def test_an_input_that_has_its_result_is_in_no_further_round() -> None:
     """Its owner is about to read the result, so nothing is written over it."""
     participant = in_round()
-    assert participant.exchange is not None
-    participant.has_result(participant.exchange, commit_of())
+    participant.has_result(round_of(participant).exchange, commit_of())
     participant.move(commit_of().next_tip)
     with pytest.raises(RuleBroken, match="BEGIN without a JOIN of this peer"):
-        follow(participant, begin_of(members(1, 2, 3), tip=participant.tip))
+        follow(participant, begin_of(members(1, 2, 3), tip=participant.at.tip))
 
 
 def test_how_long_the_last_join_took_is_of_one_round() -> None:
     participant = in_round()
-    participant.join_to_begin = 0.5  # it coordinates
-    assert participant.exchange is not None
-    participant.has_result(participant.exchange, commit_of())
+    round_of(participant).join_to_begin = 0.5  # it coordinates
+    participant.has_result(round_of(participant).exchange, commit_of())
     participant.move(commit_of().next_tip)
     participant.withdraw()
     given = Contribution(1.0, lambda begin, send, fault: Digests(Book(ME, begin, chunks_of(begin)), send))
     participant.offer(given)
-    begin = begin_of(members(1, 3), tip=participant.tip)
+    begin = begin_of(members(1, 3), tip=participant.at.tip)
     missed = Commit(begin.tip, begin.round, digest("r"), 2.0, keys(1, 3), members(1, 2, 3))
     participant.miss(missed)
     fetched = Digests(Book(ME, begin, chunks_of(begin)), participant._send)
     participant.has_result(fetched, missed, missed=True)
-    assert participant.finished is not None
-    assert participant.finished.join_to_begin_seconds is None, "another coordinated that round"
+    assert participant.given.finished is not None
+    assert participant.given.finished.join_to_begin_seconds is None, "another coordinated that round"
 
 
-class Racing(Participant):
+class Racing(AtTip):
     """Another thread ends what was missed between any two looks at it."""
 
     looks = 0
@@ -382,8 +388,8 @@ class Racing(Participant):
 
 def test_any_thread_may_ask_whether_others_are_past_this_state() -> None:
     view = View("run", member(2), lambda key: True)
-    participant = Racing(view, TIP, TERMS, [], Silence(15.0, 30.0), signer(1))
-    participant.made = True
+    participant = Participant(view, TIP, TERMS, [], Silence(15.0, 30.0), signer(1))
+    participant.made, participant.at = True, Racing(TIP)
     assert participant.behind(0.0) is None
 
 
@@ -391,16 +397,16 @@ def test_a_commit_moves_it_on_and_what_was_of_the_old_tip_is_void() -> None:
     participant = in_round()
     commit = commit_of()
     participant.advance(commit)
-    assert participant.tip == TIP.after(commit.round + digest("r"), 3.0)
-    assert participant.commit is commit
-    assert (participant.begin, participant.ballot) == (None, NO_BALLOT)
+    assert participant.at.tip == TIP.after(commit.round + digest("r"), 3.0)
+    assert participant.at.commit is commit
+    assert (participant.begin, participant.at.ballot) == (None, NO_BALLOT)
     with pytest.raises(RuleBroken, match="another state"):
         follow(participant, begin_of(members(1, 2, 3), attempt=9))
     assert participant.on_survey(key(3), survey_of(9, 3), [], 0.0) == Have(
         Ballot(9, key(3)), (), None, (), None, commit
     )
-    assert participant.ballot == NO_BALLOT
-    follow(participant, begin_of(members(1, 2, 3), tip=participant.tip))
+    assert participant.at.ballot == NO_BALLOT
+    follow(participant, begin_of(members(1, 2, 3), tip=participant.at.tip))
 
 
 def test_after_a_download_the_last_commit_is_not_its_own_any_more() -> None:
@@ -416,12 +422,12 @@ def test_the_rules_are_the_same_for_all_roles(role: Role) -> None:
     group = (member(1), member(2, role), member(3))
     participant = in_round(begin_of(group))
     follow_survey(participant, key(3), survey_of(2, 3, begin_of(group)))
-    assert participant.ballot.number == 2
+    assert participant.at.ballot.number == 2
 
 
 def test_the_ballot_never_goes_down_at_one_tip() -> None:
     participant = in_round()
-    highest = participant.ballot
+    highest = participant.at.ballot
     for number, holder in product((4, 2, 3, 1, 5), (3, 1)):
         try:
             follow_survey(participant, key(holder), survey_of(number, holder))
@@ -429,6 +435,6 @@ def test_the_ballot_never_goes_down_at_one_tip() -> None:
             assert Ballot(number, key(holder)) < highest
         else:
             assert Ballot(number, key(holder)) >= highest
-        assert participant.ballot >= highest
-        highest = participant.ballot
+        assert participant.at.ballot >= highest
+        highest = participant.at.ballot
     assert highest == Ballot(5, key(3))

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.swarm.protocol.coordinator import Phase
+from shoal.swarm.protocol.gathering import Until
 from shoal.swarm.protocol.messages import Begin, Call, Progress
-from tests.swarm.rounds import RULES, TIP, key, keys
-from tests.swarm.test_coordinator import gathering, join
+from tests.swarm.rounds import RULES, TIP, begun, key, keys
+from tests.swarm.test_coordinator import gathering, join, running
 
 ROUND_SECONDS = RULES.round_timeout
 
@@ -65,7 +65,7 @@ def test_when_all_leave_it_is_as_if_nobody_had_come() -> None:
         join(coordinator, number, now=0.0, patience=1.0)
     for number in (1, 2):
         coordinator.unjoin(key(number), 0.5)
-    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.until is Until.CALL
     assert coordinator.wake_at() is None
     assert coordinator.tick(60.0) == [], "a round began without anybody"
     join(coordinator, 3, now=60.0, patience=4.0)
@@ -79,8 +79,9 @@ def test_who_has_left_is_not_in_the_round() -> None:
     coordinator.unjoin(key(2), 0.5)
     (sent,) = join(coordinator, 3, now=1.0) + join(coordinator, 2, now=1.0, patience=1.0)
     assert isinstance(sent.message, Begin)
-    assert coordinator.unjoin(key(2), 1.5) == [], "too late: it is in the round, and is put out by what it does"
-    assert key(2) in coordinator.live()
+    leads = begun(coordinator, 1.0)
+    assert leads.unjoin(key(2), 1.5) == [], "too late: it is in the round, and is put out by what it does"
+    assert key(2) in leads.live()
 
 
 def test_where_samples_are_counted_the_call_says_how_long() -> None:
@@ -92,21 +93,15 @@ def test_where_samples_are_counted_the_call_says_how_long() -> None:
     assert coordinator.deadline == deadline
     coordinator.unjoin(key(2), 3.0)
     coordinator.unjoin(key(1), 3.0)
-    assert (coordinator.phase, coordinator.deadline) == (Phase.GATHERING, deadline)
+    assert (coordinator.until, coordinator.deadline) == (Until.BEGIN, deadline)
 
 
 def test_time_stands_still_while_a_user_lets_the_others_wait() -> None:
-    coordinator = gathering(1, 2)
-    for number in (1, 2):
-        join(coordinator, number, now=0.0)
-    assert coordinator.phase is Phase.RUNNING
+    coordinator = running(1, 2)
     for second in range(10, 1000, 10):
         coordinator.wait(float(second))
     assert coordinator.wake_at() == 990.0 + ROUND_SECONDS
-    counted = gathering(1, 2, rules=replace(RULES, target_samples=10.0))
-    for number in (1, 2):
-        join(counted, number, now=0.0)
-    counted.tick(100.0)
+    counted = running(1, 2, rules=replace(RULES, target_samples=10.0))
     deadline = counted.wake_at()
     counted.wait(50.0)
     assert counted.wake_at() == deadline, "where samples are counted nobody has a say"
@@ -118,14 +113,14 @@ def test_where_samples_are_counted_one_join_calls_nothing() -> None:
     coordinator.tick(8.0)
     assert coordinator.wake_at() is None, "it may lie"
     coordinator.progress(key(2), Progress(TIP, 5.0, 1.0), 9.0)
-    assert coordinator.phase is Phase.GATHERING, "an earlier coordinator may have called it, and nobody else"
+    assert coordinator.until is Until.BEGIN, "an earlier coordinator may have called it, and nobody else"
 
 
 def test_one_join_calls_the_round_when_it_has_waited_and_the_others_have_half_of_the_target() -> None:
     coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
     coordinator.progress(key(2), Progress(TIP, 5.0, 1.0), 0.0)
     join(coordinator, 1, now=0.0, patience=8.0)
-    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.until is Until.CALL
     assert coordinator.wake_at() == 8.0
 
 
@@ -133,6 +128,6 @@ def test_where_samples_are_counted_those_who_joined_bring_theirs() -> None:
     coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
     join(coordinator, 1, now=0.0, patience=8.0)
     coordinator.progress(key(2), Progress(TIP, 8.9, 1.0), 1.0)
-    assert coordinator.phase is Phase.COUNTING
+    assert coordinator.until is Until.CALL
     _, actions = coordinator.progress(key(2), Progress(TIP, 9.0, 1.0), 1.0)
     assert any(isinstance(action.message, Call) for action in actions)

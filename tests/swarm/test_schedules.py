@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.swarm.protocol.leading import Leading
 from tests.simulation.swarms import seeds
 from tests.swarm.rounds import RULES, member
 from tests.swarm.wire import Wire
@@ -55,7 +56,7 @@ def fault(wire: Wire, rng: random.Random, parts: bool) -> None:
     """A peer dies, or a link breaks; one peer stays that all reach."""
     _hub, *others = wire.peers
     others = [key for key in others if key not in wire.dead]
-    leads = [key for key in others if wire.peers[key].lead.expected or wire.peers[key].lead.begin is not None]
+    leads = [key for key in others if wire.peers[key].led is not None]
     if parts and len(others) > 1 and rng.random() < 0.6:
         wire.cut_link(*rng.sample(others, 2))
     elif others:
@@ -72,25 +73,29 @@ def check(wire: Wire, parts: bool, number: int) -> None:
         assert all(heard) or not any(heard), f"a living peer has not heard of the result in schedule {number}"
 
 
+def leads_of(wire: Wire) -> list[tuple[bytes, Leading]]:
+    """The peers that live and coordinate a round, and how."""
+    leads = [(key, wire.peers[key].lead) for key in wire.living]
+    return [(key, lead) for key, lead in leads if isinstance(lead, Leading)]
+
+
 def end_a_round(wire: Wire, rng: random.Random) -> bool:
     """A coordinator ends the round that it has begun, if there is one. (A successor does not, once it knows what the
     one before may have decided.)"""
-    leads = {key: wire.peers[key].lead for key in wire.living}
-    leading = [key for key, lead in leads.items() if lead.begin is not None and not lead.over and not lead.took_over]
+    leading = [(key, lead) for key, lead in leads_of(wire) if not lead.took_over]
     if leading:
-        key = rng.choice(leading)
-        wire.peers[key].out.extend(wire.peers[key].lead.abort("it has not got on"))
+        key, lead = rng.choice(leading)
+        wire.peers[key].out.extend(lead.abort("it has not got on"))
         wire.act(key)
     return bool(leading)
 
 
 def put_out(wire: Wire, rng: random.Random) -> bool:
     """A coordinator puts a member out that is there."""
-    leads = {key: wire.peers[key].lead for key in wire.living if not wire.peers[key].lead.over}
-    choices = [(key, member) for key, lead in leads.items() for member in lead.live() if member != key]
+    choices = [(key, lead, member) for key, lead in leads_of(wire) for member in lead.live() if member != key]
     if choices:
-        key, member = rng.choice(choices)
-        wire.peers[key].out.extend(wire.peers[key].lead.put_out(member, "it is slow", wire.now))
+        key, lead, member = rng.choice(choices)
+        wire.peers[key].out.extend(lead.put_out(member, "it is slow", wire.now))
         wire.act(key)
     return bool(choices)
 

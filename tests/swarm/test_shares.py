@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.swarm.protocol.actions import Send
-from shoal.swarm.protocol.coordinator import Coordinator, Phase
+from shoal.swarm.protocol.gathering import Gathering
+from shoal.swarm.protocol.leading import Phase
 from shoal.swarm.protocol.messages import Abort, Begin
-from tests.swarm.rounds import RULES, TIP, join_of, key, keys, member, members, signer
+from tests.swarm.rounds import RULES, at_tip, begun, join_of, key, keys, member, members, signer
 
 RULES_OF_SHARES = replace(RULES, min_share=0.6, target_samples=64.0)
 
 
-def began(*numbers: int, last: int) -> Coordinator:
+def began(*numbers: int, last: int) -> Gathering:
     veterans = frozenset(keys(*numbers))
-    coordinator = Coordinator(key(1), TIP, RULES_OF_SHARES, signer(1), veterans=veterans, last=last)
+    coordinator = Gathering(key(1), at_tip(last), RULES_OF_SHARES, signer(1), veterans=veterans)
     coordinator.expect(members(*numbers), 0.0)
     for number in numbers:
         coordinator.join(key(number), join_of(member(number)), b"", 0.0)
@@ -29,8 +30,7 @@ def test_a_minority_begins_no_round() -> None:
 
 
 def test_a_round_that_has_become_a_minoritys_ends() -> None:
-    coordinator = began(1, 2, 3, 4, last=4)
-    assert coordinator.begin is not None
+    coordinator = begun(began(1, 2, 3, 4, last=4))
     coordinator.put_out(key(4), "lost", 2.0)
     assert not coordinator.over
     actions = coordinator.put_out(key(3), "lost", 2.0)

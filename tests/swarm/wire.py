@@ -201,18 +201,18 @@ class Wire:
                     peer.receive(source, content, buffers, self.now)
                 except Refused:
                     assert not isinstance(content, Part | Result), "a member that obeys all rules was refused"
-        if peer.participant.commit is not None and peer.participant.commit.tip.epoch == 0:
-            self.results[target].add(peer.participant.commit.root)
-        if peer.participant.missed is not None:
-            self.results[target].add(peer.participant.missed.root)
+        if peer.participant.at.commit is not None and peer.participant.at.commit.tip.epoch == 0:
+            self.results[target].add(peer.participant.at.commit.root)
+        if peer.participant.at.missed is not None:
+            self.results[target].add(peer.participant.at.missed.root)
         self._try_again(peer)
         self.act(target)
 
     def _try_again(self, peer: Peer) -> None:
         """Whose round has ended without a result joins again, as a trainer does."""
         participant = peer.participant
-        if participant.input is not None and participant.finished is None and participant.tip.epoch == 0:
-            participant.error = None
+        if participant.given.input is not None and participant.given.finished is None and participant.at.tip.epoch == 0:
+            participant.given.error = None
             try:
                 participant.next_step(self.now)
             except Behind:

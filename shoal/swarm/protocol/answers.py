@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal.swarm.protocol.book import RuleBroken, check_repair, require, root_of
 from shoal.swarm.protocol.messages import Begin, Have, Source
 from shoal.swarm.protocol.plan import who_reduce
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member
+
+Pairs = Collection[frozenset[bytes]]  # of members that exchange nothing
 
 
 def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said: bytes | None) -> None:
@@ -38,8 +41,51 @@ def check_answer(begin: Begin, ballot: Ballot, member: Member, have: Have, said:
     require(said is None or all(have.digests), "it lacks a chunk, and has said that it was done")
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkVotes:
+    """Who holds a chunk, and whom the members have it from so far. The rules below say where it comes from; the first
+    one that applies counts.
+
+    Attributes:
+        chunk: its number.
+        first: its reducer by BEGIN.
+        owner: whom it comes from by the last repair; `first` without one.
+        was_fetched: whether the last repair had it fetched.
+        digest: the version that the result has; b"" if no voter holds any.
+        holders: the members that hold each version, in member order.
+        cut_off: members that lack it, and are parted from its owner.
+    """
+
+    chunk: int
+    first: bytes
+    owner: bytes
+    was_fetched: bool
+    digest: bytes
+    holders: dict[bytes, list[bytes]]
+    cut_off: list[bytes]
+
+    def fetched(self, live: Sequence[bytes], parted: Pairs, relayed: set[bytes]) -> Source | None:
+        """A holder sends it, if the owner is gone, has sent two versions or is cut off from a member, or if members may
+        have fetched it already. If possible that is a holder which all that are cut off reach, and no relayed one."""
+        is_settled = self.owner in live and len(self.holders) == 1 and not self.was_fetched and not self.cut_off
+        if not self.digest or is_settled:
+            return None
+        all_hold = self.holders[self.digest]
+        reached = [h for h in all_hold if not any(frozenset((h, key)) in parted for key in self.cut_off)] or all_hold
+        able = [holder for holder in reached if holder not in relayed] or reached
+        return Source(self.chunk, able[self.chunk % len(able)], self.digest)
+
+    def reassigned(self, live: Sequence[bytes], reducers: Sequence[bytes]) -> Source | None:
+        """Another member reduces it, if its owner is gone."""
+        return None if self.owner in live else Source(self.chunk, reducers[self.chunk % len(reducers)], b"")
+
+    def kept(self) -> Source | None:
+        """The member to which the last repair gave it goes on to reduce it."""
+        return None if self.owner == self.first else Source(self.chunk, self.owner, b"")
+
+
 def repaired(
-    begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], parted: Collection[frozenset[bytes]] = ()
+    begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], parted: Pairs = ()
 ) -> tuple[tuple[Source, ...], bytes]:
     """Plan a repair: where the chunks come from that the reducers of BEGIN no longer send.
 
@@ -56,36 +102,32 @@ def repaired(
     here = [member for member in begin.members if member.key in live]
     reducers = [m.key for m, reduces in zip(here, who_reduce(here), strict=True) if reduces] or live
     relayed = {member.key for member in here if member.is_relayed}
-    owners = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
-    original = list(owners)
-    followed = max((h.repair for h in haves.values() if h.repair), key=lambda r: r.ballot, default=None)
-    for source in followed.sources if followed is not None else ():
-        owners[source.chunk] = source.owner
-    fetched = {source.chunk for source in followed.sources if source.digest} if followed is not None else set()
-    voters = _voters(live, haves)
-    sources, result = [], []
-    for chunk, owner in enumerate(owners):
+    votes = _votes(begin, live, haves, parted)
+    sources = (vote.fetched(live, parted, relayed) or vote.reassigned(live, reducers) or vote.kept() for vote in votes)
+    settled = all(all(have.digests) for have in haves.values()) and all(vote.digest for vote in votes)
+    root = root_of(vote.digest for vote in votes) if settled else b""
+    return tuple(source for source in sources if source is not None), root
+
+
+def _votes(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], parted: Pairs) -> list[ChunkVotes]:
+    firsts = [m.key for i, m in enumerate(begin.members) for _ in range(begin.starts[i], begin.starts[i + 1])]
+    followed = max((have.repair for have in haves.values() if have.repair), key=lambda r: r.ballot, default=None)
+    before = () if followed is None else followed.sources
+    owners, fetched = {source.chunk: source.owner for source in before}, {s.chunk for s in before if s.digest}
+    voters, votes = _voters(live, haves), []
+    for chunk, first in enumerate(firsts):
+        owner = owners.get(chunk, first)
         holders: dict[bytes, list[bytes]] = {}
         for key in live:
             if digest := _digest(haves[key], chunk):
                 holders.setdefault(digest, []).append(key)
-        votes = Counter(digest for key in voters if (digest := _digest(haves[key], chunk)))
+        count = Counter(digest for key in voters if (digest := _digest(haves[key], chunk)))
         # If there are two versions of a chunk, because its reducer lied, the result is the one that more members hold.
-        digest = max(votes, key=lambda digest: (votes[digest], digest), default=b"")
-        result.append(digest)
+        digest = max(count, key=lambda digest: (count[digest], digest), default=b"")
         lacking = [k for k in live if len(haves[k].digests) > chunk and not _digest(haves[k], chunk)] if parted else []
         cut_off = [key for key in lacking if frozenset((key, owner)) in parted]
-        if digest and (owner not in live or len(holders) > 1 or chunk in fetched or cut_off):
-            reached = [h for h in holders[digest] if not any(frozenset((h, key)) in parted for key in cut_off)]
-            able = reached or holders[digest]
-            able = [holder for holder in able if holder not in relayed] or able
-            sources.append(Source(chunk, able[chunk % len(able)], digest))
-        elif owner not in live:
-            sources.append(Source(chunk, reducers[chunk % len(reducers)], b""))
-        elif owner != original[chunk]:
-            sources.append(Source(chunk, owner, b""))
-    settled = all(all(have.digests) for have in haves.values()) and all(result)
-    return tuple(sources), root_of(result) if settled else b""
+        votes.append(ChunkVotes(chunk, first, owner, chunk in fetched, digest, holders, cut_off))
+    return votes
 
 
 def _voters(live: Sequence[bytes], haves: Mapping[bytes, Have]) -> Sequence[bytes]:

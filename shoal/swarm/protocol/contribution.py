@@ -122,6 +122,7 @@ class Outcome:
         matchmaking_seconds: the time from the call of `average` to BEGIN.
         allreduce_seconds: the time from BEGIN to COMMIT.
         bytes_sent, bytes_received: payload bytes of this peer in the round.
+        began: when the round began here, or this peer asked for its result.
     """
 
     begin: Begin
@@ -133,6 +134,7 @@ class Outcome:
     allreduce_seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
+    began: float = 0.0
 
 
 def encode_gathered(value: Any) -> bytes:

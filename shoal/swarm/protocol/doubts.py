@@ -71,10 +71,10 @@ class Doubts:
         many. Called every second."""
         participant, deadlines = self._participant, self._deadlines
         is_in_round = participant.begin is not None
-        coordinator = participant.ballot.coordinator if is_in_round else participant.coordinator().key
-        if coordinator == self._me or participant.missed is not None:
+        coordinator = participant.at.ballot.coordinator if is_in_round else participant.coordinator().key
+        if coordinator == self._me or participant.at.missed is not None:
             return
-        if participant.input is None and participant.behind(now) is not None:
+        if participant.given.input is None and participant.behind(now) is not None:
             deadlines.forgive(now)  # this peer loads another state, and answers are queued behind its chunks
             return
         for duty in Duty if is_in_round else (Duty.DECIDE,):
@@ -82,14 +82,14 @@ class Doubts:
         stands_since = max(self._begun_at(coordinator, now), participant.progressed_at)
         if now - stands_since > 1.0:
             deadlines.owed(coordinator, Duty.DECIDE, stands_since)
-        if not is_in_round and self.is_due() and not participant.called:
+        if not is_in_round and self.is_due() and not participant.at.called:
             deadlines.owed(coordinator, Duty.CALL, now)
         if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
             deadlines.done(coordinator, Duty.BEGIN)
         elif now < self._history.newcomers.told_until:  # its time begins when that is over
             deadlines.done(coordinator, Duty.BEGIN)
             deadlines.owed(coordinator, Duty.BEGIN, now)
-        given, rules = participant.input, self._rules
+        given, rules = participant.given.input, self._rules
         wait = rules.matchmaking_time if rules.target_samples is not None else given.patience if given else 0
         seconds = {
             Duty.ANSWER: ANSWER_SECONDS,
@@ -97,14 +97,14 @@ class Doubts:
             Duty.BEGIN: wait + BEGIN_SLACK_SECONDS,
             Duty.DECIDE: participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS,
         }
-        missed = deadlines.missed(coordinator, seconds, len(participant.deposed), now)
+        missed = deadlines.missed(coordinator, seconds, len(participant.at.deposed), now)
         reason = None if missed is None else missed.value
         if rules.target_samples is not None and not is_in_round:
             if participant.silence.patience.is_over(coordinator, now):
                 reason = "has held up too many rounds lately"
-            elif participant.ended[coordinator] >= MOST_ENDED:
-                reason = f"has ended {participant.ended[coordinator]} rounds of this epoch without a result"
-        if reason is not None and coordinator not in participant.doubted:
+            elif participant.at.ended[coordinator] >= MOST_ENDED:
+                reason = f"has ended {participant.at.ended[coordinator]} rounds of this epoch without a result"
+        if reason is not None and coordinator not in participant.at.doubted:
             log.info("%r doubts the coordinator %r: it %s", self._view.me.peer, PeerID(coordinator), reason)
             self.doubt(coordinator)
 
@@ -113,10 +113,10 @@ class Doubts:
         time starts with its first round of this tip: otherwise a coordinator could end each round before its time is
         over, and begin another one, for ever."""
         participant = self._participant
-        if self._rules.target_samples is None or participant.input is None or not self._are_enough_here():
-            participant.first_begun.pop(coordinator, None)  # this peer does not wait for the coordinator
-        begun = now if participant.begin is None else participant.began
-        return participant.first_begun.get(coordinator, begun)
+        if self._rules.target_samples is None or participant.given.input is None or not self._are_enough_here():
+            participant.at.first_begun.pop(coordinator, None)  # this peer does not wait for the coordinator
+        begun = now if participant.round is None else participant.round.began
+        return participant.at.first_begun.get(coordinator, begun)
 
     def is_due(self) -> bool:
         """Whether the round must be due, by this peer's estimate. The estimate takes its own samples, and its share of
@@ -136,35 +136,35 @@ class Doubts:
 
     def _are_enough_here(self) -> bool:
         here = sum(member.contributes for member in self._view.connected())
-        return here >= self._rules.least(self._participant.contributed)
+        return here >= self._rules.least(self._participant.at.contributed)
 
     def haste(self) -> float:
         """See `Deadlines.haste`, for this peer as the coordinator."""
-        return self._deadlines.haste(self._me, len(self._participant.deposed))
+        return self._deadlines.haste(self._me, len(self._participant.at.deposed))
 
     # -- doubts of this peer and of others
 
     def doubt(self, coordinator: bytes) -> None:
         """Doubt that coordinator of this tip: this peer has lost it, or has waited for it in vain."""
-        if coordinator not in self._participant.doubted:
-            self._participant.doubted[coordinator] = None
-            doubt = msg.Doubt(self._participant.tip, coordinator, self._me)
+        if coordinator not in self._participant.at.doubted:
+            self._participant.doubt(coordinator)
+            doubt = msg.Doubt(self._participant.at.tip, coordinator, self._me)
             self._said[coordinator, self._me] = self._participant.signer.sign(doubt)
 
     @property
     def own(self) -> list[msg.Doubt]:
         """All of this peer's doubts."""
-        return [self._said[of, self._me] for of in self._participant.doubted]
+        return [self._said[of, self._me] for of in self._participant.at.doubted]
 
     @property
     def to_tell(self) -> list[msg.Doubt]:
         """This peer's doubts of coordinators that are not deposed yet, for the next candidate."""
-        return [doubt for doubt in self.own if doubt.of not in self._participant.deposed]
+        return [doubt for doubt in self.own if doubt.of not in self._participant.at.deposed]
 
     @property
     def evidence(self) -> tuple[msg.Doubt, ...]:
         """The doubts for which coordinators of this tip were deposed; the newest ones if not all fit in a message."""
-        doubts = [doubt for (of, _), doubt in self._said.items() if of in self._participant.deposed]
+        doubts = [doubt for (of, _), doubt in self._said.items() if of in self._participant.at.deposed]
         return tuple(doubts[-msg.MAX_DOUBTS :])
 
     def hear(self, doubts: Iterable[msg.Doubt]) -> None:
@@ -172,7 +172,7 @@ class Doubts:
         that passes on a forged doubt."""
         for doubt in doubts:
             said = doubt.of, doubt.sender
-            is_of_a_member = doubt.tip == self._participant.tip and self._view.has_met(doubt.sender)
+            is_of_a_member = doubt.tip == self._participant.at.tip and self._view.has_met(doubt.sender)
             if said not in self._said and is_of_a_member and self._participant.signer.is_signed(doubt, doubt.sender):
                 self._said[said] = doubt
 
@@ -188,14 +188,14 @@ class Doubts:
 
     def doubted_by_most(self) -> set[bytes]:
         """The coordinators that most members doubt, and that are not deposed yet."""
-        deposed = self._participant.deposed
+        deposed = self._participant.at.deposed
         undecided = [doubt for (of, _), doubt in self._said.items() if of not in deposed]
         return self._participant.deposed_by(undecided) - deposed.keys() if undecided else set()
 
     def depose(self, keys: Collection[bytes]) -> None:
         """Depose these coordinators of this tip, because most members doubt them."""
         for key in keys:
-            self._participant.deposed[key] = None
+            self._participant.depose(key)
             if self._view.reaches(key):  # a lost one has not failed
                 self._has_failed(key)
                 self._participant.rejoin(key)
@@ -205,8 +205,8 @@ class Doubts:
     def committed(self, coordinator: bytes, *, led: bool) -> None:
         """That coordinator has committed the round of this tip. All others that this peer has doubted have failed, even
         if only the new coordinator knows that most members doubted them. So has this peer if it `led`."""
-        over = (coordinator, *self._participant.deposed)
-        for key in self._participant.doubted:
+        over = (coordinator, *self._participant.at.deposed)
+        for key in self._participant.at.doubted:
             if key not in over and self._view.reaches(key):
                 self._has_failed(key)
         if led and self._me not in over:

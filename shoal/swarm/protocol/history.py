@@ -71,6 +71,10 @@ class History:
         for key in keys:
             self.absent[key] = self.absent.get(key, 0) + 1
 
+    def rest(self, until: float) -> None:
+        """BEGIN has waited for all members in vain, and does not do so again before that time."""
+        self.hurries_until = until
+
     def is_awaited(self, key: bytes) -> bool:
         """Whether BEGIN waits for that member if it has reported samples. After n rounds without the member, BEGIN
         waits for it if n is 0, 2, 4, 8, 16, …: without that, a member that is only slow would be late for ever."""

@@ -64,16 +64,17 @@ class Pace:
             wait for it either.
         unreliable: members whose last step, in this epoch or before, did not arrive as announced. They are not relied
             on until one does.
-
-    Attributes:
-        target: as given; may change with the members.
     """
 
     def __init__(self, target: float, patience: float = math.inf, unreliable: dict[bytes, None] | None = None) -> None:
-        self.target, self._patience = target, patience
+        self._target, self._patience = target, patience
         self._unreliable = {} if unreliable is None else unreliable
         self._samples: dict[bytes, float] = {}
         self._steps: dict[bytes, Step] = {}
+
+    def aim(self, target: float) -> None:
+        """The members have changed, and the target with them."""
+        self._target = target
 
     def reported(self, key: bytes, samples: float, step: float, seconds: float, asks: bool, now: float) -> float:
         """A member has reported.
@@ -116,7 +117,7 @@ class Pace:
     def _until_target(self, now: float, seconds: float) -> float:
         """The seconds for which the steps that have begun can be relied on to reach the target without another step,
         which would take `seconds`. 0 if they will not reach it."""
-        missing = self.target - sum(self._samples.values())
+        missing = self._target - sum(self._samples.values())
         until = now
         for key, step in self._steps.items():
             if now >= step.begun + (1.0 + LATE) * step.seconds:

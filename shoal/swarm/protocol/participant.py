@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
@@ -16,7 +15,6 @@ from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
 from shoal.swarm.protocol.book import (
-    EarlyChunks,
     RuleBroken,
     RuleOutrun,
     check_begin,
@@ -26,6 +24,7 @@ from shoal.swarm.protocol.book import (
 )
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
+from shoal.swarm.protocol.lifetimes import AtTip, InRound, OfInput
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.silence import Silence
@@ -71,35 +70,15 @@ class Participant:
 
     Attributes:
         state: see `State`.
-        tip: the state that this peer is at.
-        ballot: the highest ballot that it has followed at this tip.
-        begin: the BEGIN of the round that it is in; None in no round.
-        repair: the last repair of that round.
-        done: the ballot under which it last had all chunks.
-        commit: the commit that led to this tip.
-        missed: the commit of this tip's round if this peer does not have the result.
-        called: whether the round of this tip was called, or has taken place without this peer.
+        at: what holds at its tip; replaced by `move`.
+        round: what holds in the round that it is in; None in no round. Replaced by `_be_in`.
+        given: its input; replaced by `_take`.
         made: whether this peer has completed an epoch since it started. Until then it is a newcomer.
-        input: the contribution to the next round.
-        exchange: the exchange of the round that it is in.
-        finished: the outcome of the round that the input was for, once this peer has its result. The driver fills in
-            times and sizes.
-        error: the reason why there is no result.
         progressed_at: when a round last made progress here. The beginning of a round does not count: otherwise rounds
             that begin and end without progress would keep a peer waiting for ever.
         joined: the coordinator that has this peer's valid JOIN, if there is one.
-        asked: all peers to which this peer has sent a JOIN at this tip. Only they can begin a round with it.
-        first_begun: by coordinator: when its first round of this tip began here.
         left: the name of the last round that this peer has left.
         over: the name of the last round that its coordinator has ended.
-        unable: members of the round that have given it up, and so do not coordinate it.
-        ended: how many rounds of this tip each coordinator has ended without a result.
-        gathered: the data that the members of the round gave for all, by key.
-        doubted: the coordinators of this tip that this peer doubts, in the order in which it began to.
-        deposed: the coordinators that most members doubt. They do not coordinate this tip.
-        began: when the round began here, or this peer asked for the result of a missed one.
-        join_to_begin: seconds from the last JOIN to BEGIN of the round, if this peer coordinates it.
-        rates: the rates of its links, for its next JOIN.
     """
 
     def __init__(
@@ -113,50 +92,29 @@ class Participant:
         redo: RedoLog | None = None,
     ) -> None:
         self.signer, self.redo = signer, redo or RedoLog(0)
-        self.view, self.tip, self.terms, self.silence, self._out = view, tip, terms, silence, out
+        self.view, self.terms, self.silence, self._out = view, terms, silence, out
         self.me = view.me.key
         self.state = State.IDLE
-        self.ballot = NO_BALLOT
-        self.begin: msg.Begin | None = None
-        self.repair: msg.Repair | None = None
-        self.done: Ballot | None = None
-        self.commit: msg.Commit | None = None
-        self.missed: msg.Commit | None = None
-        self.called = self.made = False
-        self.input: Contribution | None = None
-        self.exchange: BytesExchange | None = None
-        self.finished: Outcome | None = None
-        self.error: AveragingError | None = None
+        self.at = AtTip(tip)
+        self.round: InRound | None = None
+        self.given = OfInput()
+        self.made = False
         self.progressed_at = float("-inf")
-        self.joined = b""
-        self.asked: dict[bytes, None] = {}
-        self.first_begun: dict[bytes, float] = {}
-        self.ended: Counter[bytes] = Counter()
-        self._introduced: tuple[bytes, bytes] | None = None  # the coordinator that knows the same members as this peer
+        self.joined = self.left = self.over = b""
         # Coordinators that have refused this peer, or whose rounds it can't use, and at which tip.
         self._declined: dict[bytes, Tip] = {}
-        self._unused: Counter[bytes] = Counter()  # at this tip, by coordinator: BEGINs that this peer can't use
-        self.doubted: dict[bytes, None] = {}
-        self.deposed: dict[bytes, None] = {}
-        self._followed: msg.Survey | None = None  # the survey that made `ballot`
-        self._earlier: msg.Survey | None = None  # the last survey before it of another coordinator that was followed
-        # At this tip, by signer: the round of each ballot and instance.
-        self._begun: dict[bytes, dict[tuple[Ballot, bytes], bytes]] = {}
         self._proven: dict[bytes, None] = {}  # peers that have signed two BEGINs under one ballot
-        self.gathered: dict[bytes, bytes] = {}
-        self.join_to_begin: float | None = None
-        self.began = 0.0
-        self.rates = Rates()
-        self._early = EarlyChunks()
         self._last: BytesExchange | None = None  # the exchange of the last commit, for members that missed it
-        self._witnesses = Witnesses(self.me)  # the witnesses of the round that this peer is in
-        self.left = self.over = b""
-        self.unable: dict[bytes, None] = {}
 
     def _send(self, keys: Sequence[bytes], message: msgspec.Struct, buffers: Buffers = (), name: bytes = b"") -> None:
         self._out.append(Send(tuple(keys), message, buffers, name))
 
     # -- what it knows
+
+    @property
+    def begin(self) -> msg.Begin | None:
+        """The BEGIN of the round that it is in; None in no round."""
+        return None if self.round is None else self.round.begin
 
     def is_with(self, key: bytes) -> bool:
         """Whether that peer is a member of the round that this peer is in."""
@@ -164,60 +122,47 @@ class Participant:
 
     def other_coordinator(self, key: bytes) -> Member | None:
         """The coordinator of the round that this peer is in, unless it is the peer with this key."""
-        if self.begin is None or self.ballot.coordinator == key:
+        coordinator = self.at.ballot.coordinator
+        if self.begin is None or coordinator == key:
             return None
-        in_it = next((member for member in self.begin.members if member.key == self.ballot.coordinator), None)
-        return in_it or self.view.members.get(self.ballot.coordinator)
+        in_it = next((member for member in self.begin.members if member.key == coordinator), None)
+        return in_it or self.view.members.get(coordinator)
 
     @property
     def stands_since(self) -> float:
-        """When the round of this peer last made progress, or began."""
-        return max(self.began, self.progressed_at)
-
-    @property
-    def commits(self) -> list[msg.Commit]:
-        """The commits that this peer can pass on."""
-        return [commit for commit in (self.commit, self.missed) if commit is not None]
-
-    @property
-    def contributed(self) -> int:
-        """How many members contributed to the round that led to this tip; 0 if this peer does not know that round."""
-        if self.commit is None:
-            return 0
-        return len(set(self.commit.members) - {member.key for member in self.commit.view if not member.contributes})
+        """When the round of this peer last made progress, or began, or this peer asked for the result of one."""
+        began = self.given.asked_for_result if self.round is None else self.round.began
+        return max(began, self.progressed_at)
 
     @property
     def told_out(self) -> dict[bytes, str]:
         """The members that earlier coordinators of this peer's round have put out. Empty unless this peer was done:
         only then a result may have been decided without these members."""
-        out = self.exchange.book.out if self.exchange is not None and self.done is not None else {}
+        out = self.round.exchange.book.out if self.round is not None and self.round.done is not None else {}
         return dict.fromkeys(out, "put out by an earlier coordinator")
 
     def begin_of(self, commit: msg.Commit) -> msg.Begin | None:
         """The BEGIN of that commit's round, if this peer has it."""
-        last = [exchange.book.begin for exchange in (self.exchange, self._last) if exchange is not None]
-        return next((begin for begin in last if begin.round == commit.round), None)
-
-    def commit_of(self, round_id: bytes) -> msg.Commit | None:
-        """The commit of that round, if this peer knows it."""
-        return next((commit for commit in self.commits if commit.round == round_id), None)
+        last = [self.begin, None if self._last is None else self._last.book.begin]
+        return next((begin for begin in last if begin is not None and begin.round == commit.round), None)
 
     def behind(self, now: float) -> Tip | None:
         """The best state that a connected member holds, if it outranks this peer's. If this peer has missed a round, it
         will fetch the result first, so its state after that counts. A newcomer downloads instead, so its present state
         counts."""
-        best, missed = self.view.best(now), self.missed  # read once: another thread may write it
-        ours = missed.next_tip if missed is not None and self.made else self.tip
+        best, at = self.view.best(now), self.at
+        missed = at.missed  # read once: another thread may write it
+        ours = missed.next_tip if missed is not None and self.made else at.tip
         return best if best is not None and best.outranks(ours) else None
 
     def coordinator(self) -> Member:
         """The member that coordinates at this tip, among those that this peer reaches and that accept it."""
-        return next((m for m in self.candidates() if self._declined.get(m.key) != self.tip), self.view.me)
+        return next((m for m in self.candidates() if self._declined.get(m.key) != self.at.tip), self.view.me)
 
     def candidates(self) -> Iterator[Member]:
         """The members that this peer reaches and that may coordinate this tip, best first."""
-        in_order = self.view.candidates(self.tip)
-        for excluded in ({*self.deposed, *self._proven}, self._proven, ()):
+        in_order = self.view.candidates(self.at.tip)
+        for excluded in ({*self.at.deposed, *self._proven}, self._proven, ()):
             able = (m for m in in_order if m.key not in excluded and self.view.reaches(m.key))
             if (first := next(able, None)) is not None:
                 yield first
@@ -226,49 +171,51 @@ class Participant:
 
     # -- the way into a round
 
-    def offer(self, contribution: Contribution) -> None:
-        """An input waits for the next round. Raises AveragingError if another one waits."""
-        if self.input is not None:
+    def offer(self, contribution: Contribution, rates: Rates | None = None) -> None:
+        """An input waits for the next round, and its JOINs tell these rates. Raises AveragingError if another one
+        waits."""
+        if self.given.input is not None:
             raise AveragingError("this peer is in a round already")
-        self.input, self.finished, self.error = contribution, None, None
-        self.gathered, self._introduced, self.join_to_begin = {}, None, None
-        if self.state is State.IDLE:
-            self.state = State.WAITING
+        self._take(OfInput(contribution, rates or Rates()))
 
     def withdraw(self) -> None:
         """The input does not wait any more: it has its result, or the caller has given up."""
-        if self.begin is not None:
+        if self.round is not None:
+            begin = self.round.begin
             self.complain(self.me, "it gave up", fault=False)
-            if self.ballot.coordinator == self.me != self.begin.ballot.coordinator:
+            if self.at.ballot.coordinator == self.me != begin.ballot.coordinator:
                 # It has taken the round over, and a successor cannot coordinate a round in which it is no member.
-                others = [member.key for member in self.begin.members if member.key != self.me]
-                self._send(others, msg.Broken(self.begin.round, self.me, False, "it has given the round up"))
-            self.leave()
+                others = [member.key for member in begin.members if member.key != self.me]
+                self._send(others, msg.Broken(begin.round, self.me, False, "it has given the round up"))
         elif self.state is State.JOINED:
             self._send([self.joined], msg.Unjoin())
-        if self.finished is not None:
+        self._take(OfInput(finished=self.given.finished))
+
+    def _take(self, given: OfInput) -> None:
+        """From now on, rounds are for that input. The last one is not read or written any more."""
+        self._be_in(None)
+        if self.given.input is not None and self.given.finished is not None:
             self._forget(self._last)
-        self.input = None
+        self.given = given
         self._rest()
-        self._early = EarlyChunks()
 
     def next_step(self, now: float) -> msg.Commit | None:
         """Continue between rounds: send a JOIN if one is due. Returns a commit if its result must be fetched first.
 
         Raises Behind if the input was computed from a state that the swarm has left."""
-        if self.input is None or self.begin is not None:
+        if self.given.input is None or self.round is not None:
             return None
-        wanted = self.input.tip
-        if wanted is not None and wanted != self.tip:
-            if self.commit is None or self.commit.tip != wanted:
+        wanted, commit = self.given.input.tip, self.at.commit
+        if wanted is not None and wanted != self.at.tip:
+            if commit is None or commit.tip != wanted:
                 raise Behind("the swarm has moved on from the state that this input was computed from")
-            return self.commit  # this peer was in that round, but did not use its result
-        if self.missed is not None:
-            return self.missed
+            return commit  # this peer was in that round, but did not use its result
+        if self.at.missed is not None:
+            return self.at.missed
         behind = self.behind(now)
         if behind is not None:
             if wanted is not None:
-                raise Behind(f"the swarm is at epoch {behind.epoch}, this peer at {self.tip.epoch}")
+                raise Behind(f"the swarm is at epoch {behind.epoch}, this peer at {self.at.tip.epoch}")
             self.move(behind)
         coordinator = self.coordinator()
         if self.state is not State.JOINED or self.joined != coordinator.key:
@@ -276,31 +223,29 @@ class Participant:
         return None
 
     def _join(self, coordinator: Member) -> None:
-        given, view = self.input, self.view.fingerprint()
+        given, view = self.given.input, self.view.fingerprint()
         assert given is not None
-        me, terms, machine, attempt = self.view.me, self.terms, given.machine, self.ballot.number
-        news = b"" if self._introduced == (coordinator.key, view) else view
         join = msg.Join(
-            self.tip,
-            me,
-            terms,
-            given.weight,
-            machine,
-            given.state,
-            attempt,
-            given.patience,
-            news,
-            given.options,
-            self.rates,
-            given.loss,
+            tip=self.at.tip,
+            sender=self.view.me,
+            terms=self.terms,
+            weight=given.weight,
+            machine=given.machine,
+            state=given.state,
+            attempt=self.at.ballot.number,
+            patience=given.patience,
+            view=b"" if self.given.introduced == (coordinator.key, view) else view,
+            options=given.options,
+            rates=self.given.rates,
+            loss=given.loss,
         )
         self.state, self.joined = State.JOINED, coordinator.key
-        self.asked[coordinator.key] = None
+        self.at.asked[coordinator.key] = None
         self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
 
     def introduced(self, key: bytes) -> None:
         """That coordinator and this peer have told each other which members they know."""
-        self._introduced = (key, self.view.fingerprint())
+        self.given.introduced = (key, self.view.fingerprint())
 
     def rejoin(self, key: bytes | None = None) -> None:
         """Join again: the JOIN is void, if there is one. With `key`, only a JOIN at that coordinator is void."""
@@ -316,18 +261,18 @@ class Participant:
         Returns:
             Whether this peer continues, and that coordinator has not refused it before.
         """
-        if self.input is None:
+        if self.given.input is None:
             return False
-        trains, news = self.input.tip is not None, key not in self._declined
+        trains, news = self.given.input.tip is not None, key not in self._declined
         if trains:
-            self._declined[key] = self.tip
+            self._declined[key] = self.at.tip
             self.rejoin(key)
         # If this peer has lost members, one of them may accept it: a peer that is cut off with a liar is not refused by
         # the run. The same holds if it has other members around it, even clients.
-        others = (member.key for member in self.view.connected() if self._declined.get(member.key) != self.tip)
+        others = (member.key for member in self.view.connected() if self._declined.get(member.key) != self.at.tip)
         alone = all(other in (self.me, key) for other in others) and not self.view.lost
-        if self.input.tip is None or key == self.me or (alone and not self.made):
-            self.error = Rejected(f"the run refuses this peer: {reason}")
+        if not trains or key == self.me or (alone and not self.made):
+            self.given.error = Rejected(f"the run refuses this peer: {reason}")
         return trains and news
 
     def lost(self, key: bytes) -> None:
@@ -339,19 +284,19 @@ class Participant:
 
     def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
         """Raise RuleBroken if this peer must not follow this BEGIN."""
-        given, keys = self.input, [member.key for member in begin.members]
-        require_timely(self.missed is None, "this tip's round was committed")
+        given, keys = self.given.input, [member.key for member in begin.members]
+        require_timely(self.at.missed is None, "this tip's round was committed")
         elsewhere = f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state"
-        require_timely(begin.tip == self.tip, elsewhere)
+        require_timely(begin.tip == self.at.tip, elsewhere)
         is_from_it = begin.ballot.coordinator == sender or (relayed and sender in keys)
         require(is_from_it, "BEGIN under the ballot of another peer")
-        waits = given is not None and self.finished is None and given.tip in (None, begin.tip)
-        has_joined = begin.ballot.coordinator in self.asked
+        waits = given is not None and self.given.finished is None and given.tip in (None, begin.tip)
+        has_joined = begin.ballot.coordinator in self.at.asked
         require(self.me in keys, "BEGIN without this peer")
         require_timely(waits and has_joined, "BEGIN without a JOIN of this peer")  # or it has withdrawn its JOIN
-        require_timely(self.begin is None, "this peer is in a round already")
-        higher = f"attempt {begin.ballot.number}, and this peer has followed {self.ballot.number}"
-        require_timely(self.ballot < begin.ballot, higher)
+        require_timely(self.round is None, "this peer is in a round already")
+        higher = f"attempt {begin.ballot.number}, and this peer has followed {self.at.ballot.number}"
+        require_timely(self.at.ballot < begin.ballot, higher)
         check_begin(begin)
         self._is_as_joined(begin, keys.index(self.me))
         self._believe(begin.ballot)
@@ -363,7 +308,7 @@ class Participant:
         """Raise RuleBroken if that BEGIN differs from this peer's JOIN in what it says of this peer, which is member
         `number`. Either it follows from a JOIN that this peer has withdrawn since, or its sender lies. With false
         digests of states, a liar could make every member discard its step and download."""
-        given = self.input
+        given = self.given.input
         if given is None or given.tip is None:
             return
         counted = begin.weights[number]
@@ -394,11 +339,11 @@ class Participant:
         it may have forgotten that. It remembers the highest ballots of each signer, and refuses lower ones. So a signer
         gains nothing by signing many BEGINs, and can't make this peer forget those of another signer."""
         by = begin.ballot.coordinator
-        if by not in self._begun and by not in self.view.members:
-            strangers = [key for key in self._begun if key not in self.view.members]
+        if by not in self.at.begun and by not in self.view.members:
+            strangers = [key for key in self.at.begun if key not in self.view.members]
             if len(strangers) >= MAX_SIGNERS:
-                del self._begun[strangers[0]]
-        begun = self._begun.setdefault(by, {})
+                del self.at.begun[strangers[0]]
+        begun = self.at.begun.setdefault(by, {})
         name = (begin.ballot, begin.seal.instance)
         if name not in begun and len(begun) >= MAX_BEGUN:
             lowest = min(begun)
@@ -409,29 +354,29 @@ class Participant:
 
     def _believe(self, ballot: Ballot) -> None:
         """Raise RuleBroken for an attempt that is too high to be possible at this tip."""
-        too_high = f"attempt {ballot.number}, and this peer knows of {self.ballot.number}"
-        require(ballot.number <= self.ballot.number + MAX_LEAP, too_high)
+        too_high = f"attempt {ballot.number}, and this peer knows of {self.at.ballot.number}"
+        require(ballot.number <= self.at.ballot.number + MAX_LEAP, too_high)
 
-    def _follow(self, sender: bytes, message: msg.Survey | msg.Repair) -> BytesExchange:
+    def _follow(self, sender: bytes, message: msg.Survey | msg.Repair) -> InRound:
         """Follow a coordinator's ballot in the round. Raises RuleBroken if this peer must not follow it."""
-        begin, ballot = self.begin, message.ballot
-        if begin is None or self.exchange is None or begin.round != message.round:
+        round, ballot = self.round, message.ballot
+        if round is None or round.begin.round != message.round:
             raise RuleOutrun("this peer is not in that round")
         self._holds(sender, ballot)
-        followed = f"attempt {ballot.number}, and this peer has followed {self.ballot.number}"
-        require_timely(ballot >= self.ballot, followed)
+        followed = f"attempt {ballot.number}, and this peer has followed {self.at.ballot.number}"
+        require_timely(ballot >= self.at.ballot, followed)
         self._believe(ballot)
         require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by its sender")
         if isinstance(message, msg.Survey):
-            if ballot > self.ballot:
-                if self._followed is not None and self._followed.ballot.coordinator != sender:
-                    self._earlier = self._followed
-                self._followed, self.state = message, State.SURVEYED
+            if ballot > self.at.ballot:
+                if round.followed is not None and round.followed.ballot.coordinator != sender:
+                    round.earlier = round.followed
+                round.followed, self.state = message, State.SURVEYED
         else:
-            require(ballot == self.ballot, "a repair without a survey")
-            check_repair(begin, message)
-        self.ballot = ballot
-        return self.exchange
+            require(ballot == self.at.ballot, "a repair without a survey")
+            check_repair(round.begin, message)
+        self.at.ballot = ballot
+        return round
 
     def _holds(self, sender: bytes, ballot: Ballot) -> None:
         """Raise RuleBroken if that peer does not hold the ballot, or can't hold one in this round. A coordinator need
@@ -442,8 +387,8 @@ class Participant:
     def may_succeed(self, sender: bytes, survey: msg.Survey) -> bool:
         """Whether the sender of that survey may coordinate the round: it is the coordinator, or this peer has lost the
         coordinator or doubts it, or most members doubt it, or it has given the round up."""
-        holder = self.ballot.coordinator
-        if sender in (holder, self.me) or not self.view.reaches(holder) or holder in {**self.doubted, **self.unable}:
+        holder, unable = self.at.ballot.coordinator, {} if self.round is None else self.round.unable
+        if sender in (holder, self.me) or not self.view.reaches(holder) or holder in {**self.at.doubted, **unable}:
             return True
         return holder in self.deposed_by([doubt for doubt in survey.doubts if doubt.of == holder])
 
@@ -454,17 +399,26 @@ class Participant:
         this peer knows no commit, it is more than half of all members that it reaches.
 
         Raises RuleBroken for a forged doubt."""
-        members = set(self.commit.members) if self.commit is not None else {m.key for m in self.view.members.values()}
+        commit = self.at.commit
+        members = set(commit.members) if commit is not None else {m.key for m in self.view.members.values()}
         voters = {key for key in members if self.view.reaches(key)} | {self.me}
-        against: dict[bytes, set[bytes]] = {key: {self.me} for key in self.doubted}
+        against: dict[bytes, set[bytes]] = {key: {self.me} for key in self.at.doubted}
         for doubt in doubts:
             of, by = doubt.of, doubt.sender
-            counts = doubt.tip == self.tip and by in voters and self.view.has_met(of)
+            counts = doubt.tip == self.at.tip and by in voters and self.view.has_met(of)
             if counts and by not in against.get(of, ()):
                 is_signed = by == self.me or self.signer.is_signed(doubt, by)
                 require(is_signed, "a doubt without its sender's signature")  # no honest member passes on such a one
                 against.setdefault(of, set()).add(by)
         return {of for of, by in against.items() if 2 * len(by - {of}) > len(voters - {of})}
+
+    def doubt(self, coordinator: bytes) -> None:
+        """This peer doubts that coordinator of this tip."""
+        self.at.doubted[coordinator] = None
+
+    def depose(self, coordinator: bytes) -> None:
+        """Most members doubt that coordinator of this tip."""
+        self.at.deposed[coordinator] = None
 
     # -- in a round
 
@@ -485,21 +439,21 @@ class Participant:
         """Enter a round. With `relayed`, another member has passed on the BEGIN because its coordinator was lost.
         Raises RuleBroken if this peer must not follow this BEGIN."""
         self._may_follow(sender, begin, relayed=relayed)
-        assert self.input is not None
-        self.ballot, self.begin, self.state = begin.ballot, begin, State.IN_ROUND
-        self.repair = self.done = self.join_to_begin = None
-        self.unable = {}
+        assert self.given.input is not None
+        self.at.ballot = begin.ballot
         try:
-            self.gathered = _gathered.decode(buffers[0]) if buffers else {}
-            self.exchange = self.input.open(begin, self._send, self.complain)
-            self.exchange.encoded = {} if self.redo.is_wanted(now) else None
+            gathered = _gathered.decode(buffers[0]) if buffers else {}
+            exchange = self.given.input.open(begin, self._send, self.complain)
+            exchange.encoded = {} if self.redo.is_wanted(now) else None
         except (RuleBroken, msgspec.MsgspecError) as error:
-            self.leave()
+            self._rest()
             self._cannot_use(begin, str(error))
             raise RuleBroken(str(error)) from error
         self._forget(self._last)  # the new round writes to its memory
-        self._last, self.began, self._witnesses = None, now, Witnesses(self.me)
-        self.first_begun.setdefault(begin.ballot.coordinator, now)
+        self._last = None
+        self._be_in(InRound(begin, exchange, gathered, now, Witnesses(self.me)))
+        self.state = State.IN_ROUND
+        self.at.first_begun.setdefault(begin.ballot.coordinator, now)
         self._out.append(Enter(begin))
 
     def _cannot_use(self, begin: msg.Begin, reason: str) -> None:
@@ -507,24 +461,24 @@ class Participant:
         So after the second one this peer joins no more rounds of that coordinator at this tip. If it has begun both
         itself, the call that brought the input fails."""
         by = begin.ballot.coordinator
-        self._unused[by] += 1
-        if self._unused[by] < MOST_UNUSED:
+        self.at.unused[by] += 1
+        if self.at.unused[by] < MOST_UNUSED:
             return
         if by == self.me:
             self.fail(Unusable(reason))
         else:
-            self._declined[by] = self.tip
+            self._declined[by] = self.at.tip
             self.rejoin(by)
 
     def started(self, begin: msg.Begin, leases: Leases) -> None:
         """The reducers of the round are connected, and the input can be read: send the first parts."""
-        if self.begin is begin and self.exchange is not None and self.input is not None:
-            self.exchange.start(self.input.weight, leases)
+        if self.round is not None and self.round.begin is begin and self.given.input is not None:
+            self.round.exchange.start(self.given.input.weight, leases)
             self._follow_plan(begin.round)
 
     def _follow_plan(self, round_id: bytes) -> None:
         """There is a new plan: handle the chunks that arrived before it and may belong to it."""
-        for sender, message, buffers in self._early.take(round_id):
+        for sender, message, buffers in self.given.early.take(round_id):
             try:
                 self.on_chunk(sender, message, buffers)
             except Refused as error:
@@ -533,22 +487,22 @@ class Participant:
 
     def on_chunk(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
         """A chunk has arrived. If it breaks the rules of the round, complains of the sender and raises RuleBroken."""
-        exchange = self.exchange
-        if exchange is None or exchange.book.begin.round != message.round:
+        round = self.round
+        if round is None or round.begin.round != message.round:
             # Chunks and other messages may overtake each other. So the BEGIN of a chunk's round may arrive later, and
             # the round may be over already.
-            known = message.round == self.left or self.commit_of(message.round) is not None
-            if self.input is not None and not known:
+            known = message.round == self.left or self.at.commit_of(message.round) is not None
+            if self.given.input is not None and not known:
                 self._keep_early(sender, message, buffers)
             return
-        book = exchange.book
+        book = round.exchange.book
         if sender in book.out:
             return
         try:
             if isinstance(message, msg.Part):
-                exchange.part(sender, message, buffers)
+                round.exchange.part(sender, message, buffers)
             else:
-                exchange.result(sender, message, buffers)
+                round.exchange.result(sender, message, buffers)
         except RuleBroken as error:
             if not book.knows(message.plan) and sender in book.weights:
                 self._keep_early(sender, message, buffers)  # it may belong to a plan that comes later
@@ -559,67 +513,68 @@ class Participant:
 
     def _keep_early(self, sender: bytes, message: msg.Part | msg.Result, buffers: Buffers) -> None:
         require(sender in self.view.members or self.is_with(sender), "a chunk from a peer that is no member")
-        self._early.keep(sender, message, buffers)
+        self.given.early.keep(sender, message, buffers)
 
     def _check_done(self) -> None:
-        if self.state is State.IN_ROUND and self.exchange is not None and self.exchange.book.complete:
-            self.state, self.done = State.COMPLETE, self.ballot
-            book = self.exchange.book
-            self._send([self.ballot.coordinator], msg.Done(book.begin.round, self.ballot, book.root()))
-        elif self.state is State.IN_ROUND and self.exchange is not None and self.exchange.book.lacks_only_parted:
+        if self.round is None or self.state is not State.IN_ROUND:
+            return
+        book, ballot = self.round.exchange.book, self.at.ballot
+        if book.complete:
+            self.state, self.round.done = State.COMPLETE, ballot
+            self._send([ballot.coordinator], msg.Done(book.begin.round, ballot, book.root()))
+        elif book.lacks_only_parted:
             self.state = State.COMPLETE
-            round_id = self.exchange.book.begin.round
-            self._send([self.ballot.coordinator], msg.Done(round_id, self.ballot, b"", waits=True))
+            self._send([ballot.coordinator], msg.Done(book.begin.round, ballot, b"", waits=True))
 
     def on_survey(
         self, sender: bytes, survey: msg.Survey, buffers: Buffers, now: float
     ) -> msg.Have | msg.Elsewhere | msg.Broken:
         """A coordinator puts members out, and asks the others which chunks they hold. Raises RuleBroken if this peer
         must not follow it."""
-        if (commit := self.commit_of(survey.round)) is not None:
+        if (commit := self.at.commit_of(survey.round)) is not None:
             return msg.Have(survey.ballot, (), None, (), None, commit)
-        if self.begin is None and survey.round == self.over:
+        if self.round is None and survey.round == self.over:
             return msg.Elsewhere(self.coordinator())  # its coordinator has ended it without telling the successor
-        if self.begin is None and survey.round == self.left:
+        if self.round is None and survey.round == self.left:
             return msg.Broken(survey.round, self.me, False, "it has left that round")
-        if self.begin is None and survey.begin is not None and survey.begin.round == survey.round:
+        if self.round is None and survey.begin is not None and survey.begin.round == survey.round:
             self.enter(sender, survey.begin, buffers, now, relayed=True)
-        if self.begin is not None and self.begin.round != survey.round:
+        if self.round is not None and self.round.begin.round != survey.round:
             other = self.other_coordinator(sender)
             if other is not None:  # the sender must not commit a second result of this tip without this peer
                 return msg.Elsewhere(other, self.begin)
-        elif self.begin is not None and self.ballot > survey.ballot and self._followed is not None:
-            return msg.Have(self.ballot, (), None, (), None, None, self._followed)
-        elif self.begin is not None and not self.may_succeed(sender, survey):
+        elif self.round is not None and self.at.ballot > survey.ballot and self.round.followed is not None:
+            return msg.Have(self.at.ballot, (), None, (), None, None, self.round.followed)
+        elif self.round is not None and not self.may_succeed(sender, survey):
             self._holds(sender, survey.ballot)
             if (holder := self.other_coordinator(sender)) is None:
                 raise RuleBroken("the coordinator of this round is reached here")
             return msg.Elsewhere(holder, self.begin)
-        exchange = self._follow(sender, survey)
+        round = self._follow(sender, survey)
         require(self.me not in survey.out, "a survey that counts this peer as out")
-        exchange.put_out(survey.out)
-        book = exchange.book
+        round.exchange.put_out(survey.out)
+        book = round.exchange.book
         digests = tuple(book.digests) if book.receives[self.me] else ()
-        return msg.Have(survey.ballot, digests, self.done, tuple(book.out), self.repair, None, self._earlier)
+        return msg.Have(survey.ballot, digests, round.done, tuple(book.out), round.repair, None, round.earlier)
 
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
         """A coordinator says where chunks come from now. Raises RuleBroken if this peer must not follow it."""
-        exchange = self._follow(sender, repair)
-        self.repair, self.state = repair, State.IN_ROUND
-        self._out.append(FetchChunks(exchange, exchange.repair(repair)))
+        round = self._follow(sender, repair)
+        round.repair, self.state = repair, State.IN_ROUND
+        self._out.append(FetchChunks(round.exchange, round.exchange.repair(repair)))
         self._follow_plan(repair.round)
         return msg.Follows(repair.ballot)
 
     def fetched(self, exchange: BytesExchange, failed: dict[bytes, str]) -> None:
         """The chunks of a repair were fetched, except those of the holders in `failed`, which gives the reasons."""
-        if exchange is self.exchange:
+        if self.round is not None and exchange is self.round.exchange:
             for holder, reason in failed.items():
                 self.complain(holder, reason, fault=False)
             self._check_done()
 
     def result_of(self, round_id: bytes) -> BytesExchange | None:
         """The exchange of that round, if this peer is in the round, or the round is the last one that was committed."""
-        exchange = self.exchange or self._last
+        exchange = self._last if self.round is None else self.round.exchange
         return exchange if exchange is not None and exchange.book.begin.round == round_id else None
 
     def on_fetch(self, message: msg.Fetch | msg.Digests) -> Reply | msg.Committed:
@@ -644,10 +599,10 @@ class Participant:
         """The coordinator ends the round, or ends it for this peer alone. Raises Refused if the sender is not the
         coordinator."""
         if self.begin is not None and self.begin.round == abort.round:
-            require(self.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
+            require(self.at.ballot.coordinator == sender, "ABORT from a peer that does not coordinate the round")
             if not abort.alone:  # otherwise the round may still commit, and this peer must not say that it is over
                 self.over = abort.round
-            self.ended[sender] += 1
+            self.at.ended[sender] += 1
             self.fail(AveragingError(f"the round was ended by {PeerID(sender)!r}: {abort.reason}"))
         self.rejoin(sender)
 
@@ -655,27 +610,42 @@ class Participant:
         """Tell the coordinator that this peer cannot continue with that member. In the case of a `fault` (the member
         has broken a rule), tell the member as well."""
         if self.begin is not None:
-            told = dict.fromkeys([self.ballot.coordinator, *([key] if fault else ())])
+            told = dict.fromkeys([self.at.ballot.coordinator, *([key] if fault else ())])
             self._send(list(told), msg.Broken(self.begin.round, key, fault, reason[:256]))
 
     # -- does it make progress
 
     def on_waiting(self, sender: bytes, message: msg.Waiting, now: float) -> None:
         """A member says that its user has not allowed the round yet. Raises Refused if the member may not say so."""
-        if self.input is None or self.begin is None or self.begin.round != message.round:
+        given = self.given.input
+        if given is None or self.begin is None or self.begin.round != message.round:
             return  # the round has ended meanwhile, or its BEGIN is still on its way
         require(self.is_with(sender), "only a member of a round can ask for patience in it")
-        require(self.input.tip is None, "rounds of a training run do not wait for users")
+        require(given.tip is None, "rounds of a training run do not wait for users")
         self.silence.excuse(now)
 
     def progressed(self, now: float) -> None:
         """The round has made progress."""
         self.progressed_at = now
 
+    def is_called(self) -> None:
+        """The coordinator has called the round of this tip."""
+        self.at.called = True
+
+    def coordinates(self, join_to_begin: float | None) -> None:
+        """This peer itself has begun the round that it is in, so many seconds after the last JOIN."""
+        if self.round is not None:
+            self.round.join_to_begin = join_to_begin
+
+    def is_unable(self, key: bytes) -> None:
+        """That member has given up the round that this peer is in."""
+        if self.round is not None:
+            self.round.unable[key] = None
+
     def ask_to_wait(self) -> bool:
         """Whether this peer's user makes the other members wait. If so, tells them. (In a training run nobody waits for
         a user, and a member is on its way anyway.)"""
-        given = self.input
+        given = self.given.input
         if self.begin is None or given is None or given.tip is not None or not given.excused():
             return False
         others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
@@ -689,10 +659,10 @@ class Participant:
             moved: returns the number of bytes that have passed between this peer and another.
             now: the time.
         """
-        if self.exchange is None:
+        if self.round is None:
             return
         before = self.silence.signs
-        late = self.silence.look(self.exchange, moved, waits=self.ask_to_wait(), now=now)
+        late = self.silence.look(self.round.exchange, moved, waits=self.ask_to_wait(), now=now)
         for key, reason in late.items():
             self.complain(key, reason, fault=False)
         if self.silence.signs != before:
@@ -700,16 +670,17 @@ class Participant:
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A member has answered `ping`, which asks whether its round makes progress."""
-        if self.begin is None or self.begin.round != ping.round or not self.is_with(key):
+        round = self.round
+        if round is None or round.begin.round != ping.round or not self.is_with(key):
             return
-        others = [member.key for member in self.begin.members if member.key not in (self.me, key)]
+        others = [member.key for member in round.begin.members if member.key not in (self.me, key)]
         # A client may reach one node and no other client. In a round of two there is nobody to wait for.
         is_only_one = bool(others) and not any(map(self.view.reaches, others))
-        if self._witnesses.say(key, pong.signs, now, alone=is_only_one):
+        if round.witnesses.say(key, pong.signs, now, alone=is_only_one):
             self.silence.excuse_reducer(key, now)
-            if key != self.ballot.coordinator:  # the coordinator's word alone does not count as progress
+            if key != self.at.ballot.coordinator:  # the coordinator's word alone does not count as progress
                 self.progressed_at = now
-        if self.ballot.coordinator == key and not pong.knows:
+        if self.at.ballot.coordinator == key and not pong.knows:
             # The coordinator was started anew, or this peer has missed that it gave the round up.
             self.fail(AveragingError(f"{PeerID(key)!r} does not coordinate the round any more"))
 
@@ -717,17 +688,21 @@ class Participant:
 
     def leave(self) -> None:
         """Leave the round. The ballot stays, so that this peer follows no lower one."""
-        if self.exchange is not None:
-            self.left = self.exchange.book.begin.round
-            self._forget(self.exchange)
-        self.begin = self.repair = self.done = self.exchange = self._followed = self._earlier = None
+        self._be_in(None)
         self._rest()
+
+    def _be_in(self, round: InRound | None) -> None:
+        """Be in that round, or in none. The exchange of the last one stops, unless it has the result."""
+        if self.round is not None and self.round.exchange is not self._last:
+            self.left = self.round.begin.round
+            self._forget(self.round.exchange)
+        self.round = round
 
     def _rest(self) -> None:
         """Set the state between rounds."""
-        if self.missed is not None:
+        if self.at.missed is not None:
             self.state = State.MISSED
-        elif self.input is None or self.finished is not None:
+        elif self.given.input is None or self.given.finished is not None:
             self.state = State.IDLE
         else:
             self.state = State.WAITING
@@ -740,44 +715,44 @@ class Participant:
     def fail(self, error: AveragingError) -> None:
         """The round has failed for this peer, for this reason."""
         self.leave()
-        if self.input is not None and self.finished is None:
-            self.error = error
+        if self.given.input is not None and self.given.finished is None:
+            self.given.error = error
 
     def holds(self, commit: msg.Commit) -> bool:
         """Whether this peer has the result of that commit, from the round that it is in."""
-        exchange = self.exchange
-        if exchange is None or exchange.book.begin.round != commit.round:
+        if self.round is None or self.round.begin.round != commit.round:
             return False
-        return exchange.book.complete and exchange.book.root() in (commit.root, b"")
+        book = self.round.exchange.book
+        return book.complete and book.root() in (commit.root, b"")
 
     def advance(self, commit: msg.Commit) -> None:
         """Move to the state after a commit, with its result if this peer has it."""
-        if self.holds(commit) and self.exchange is not None:
-            self.has_result(self.exchange, commit)
-        self.move(commit.next_tip)
-        self.commit, self.made = commit, True
+        if self.round is not None and self.holds(commit):
+            self.has_result(self.round.exchange, commit)
+        self.move(commit.next_tip, commit, made=True)
 
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, *, missed: bool = False) -> None:
         """This peer has the result of that commit: from the round, or fetched because it has `missed` the round."""
         self._last = exchange
-        if exchange is self.exchange:
-            self.exchange = None
-        if self.input is not None:
-            gathered = {} if missed else self.gathered
-            self.finished = Outcome(exchange.book.begin, commit, gathered, missed, self.join_to_begin)
+        if self.given.input is None:
+            return
+        if self.round is not None and exchange is self.round.exchange:
+            gathered, began, join_to_begin = self.round.gathered, self.round.began, self.round.join_to_begin
+        else:
+            gathered, began, join_to_begin = {}, self.given.asked_for_result, None
+        self.given.finished = Outcome(exchange.book.begin, commit, gathered, missed, join_to_begin, began=began)
 
     def miss(self, commit: msg.Commit) -> None:
         """This tip's round was committed, and this peer does not have the result. It stays at the tip until it has it,
         and follows no other round of the tip."""
-        self.missed = commit
-        self.called = True
+        self.at.missed, self.at.called = commit, True
         self.leave()
 
     def recall(self, commit: msg.Commit, now: float) -> BytesExchange | None:
         """The exchange of that commit's round, if this peer still has its result; else None. In that case the caller
         fetches the result, and from now on nothing else writes to the memory for it."""
         self._forget(self._last)
-        exchange, self._last, self.began = self._last, None, now
+        exchange, self._last, self.given.asked_for_result = self._last, None, now
         # The two sides of a partition may commit two results of one round.
         if exchange is None or exchange.book.begin.round != commit.round:
             return None
@@ -785,14 +760,14 @@ class Participant:
 
     def give_up_missed(self) -> None:
         """No member can send the result of the missed round, so the round is repeated."""
-        self.missed, self.called = None, False
+        self.at.missed, self.at.called = None, False
         self._rest()
 
-    def move(self, tip: Tip) -> None:
-        """Move to another state."""
-        self.tip, self.ballot, self.commit, self.missed, self.called = tip, NO_BALLOT, None, None, False
-        self.doubted, self.deposed, self._begun, self.asked = {}, {}, {}, {}
-        self.first_begun, self.ended, self._unused = {}, Counter(), Counter()
+    def move(self, tip: Tip, commit: msg.Commit | None = None, *, made: bool = False) -> None:
+        """Move to another state, by that commit or by a download, or to one that this peer has `made` alone."""
+        self.made |= made
+        led = self.at.led if tip == self.at.tip else NO_BALLOT
+        self.at = AtTip(tip, commit, led)
         self.leave()
 
 

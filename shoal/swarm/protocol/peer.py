@@ -17,16 +17,17 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Meet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
-from shoal.swarm.protocol.coordinator import NOTICE_SECONDS, Coordinator, Phase
 from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
 from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.gathering import Gathering, Until
 from shoal.swarm.protocol.history import History
+from shoal.swarm.protocol.leading import NOTICE_SECONDS, Leading, Phase
 from shoal.swarm.protocol.participant import Participant, State
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.statements import Signer
-from shoal.swarm.protocol.tip import NO_BALLOT, Ballot, Tip
+from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Role, View
 from shoal.swarm.protocol.witnesses import ASKED_AT_A_TIME
 
@@ -38,7 +39,7 @@ SETTLE_SECONDS = 1.0  # while members may be unknown, BEGIN waits until no new o
 
 
 class Peer:
-    """One peer in one run: its `Participant` and, when it is its turn, the `Coordinator` of its tip.
+    """One peer in one run: its `Participant` and, when it is its turn, the coordinator of its tip.
 
     Events are method calls, with the time as an argument; the driver performs the actions in `out` after each.
 
@@ -55,7 +56,7 @@ class Peer:
     Attributes:
         participant: the member's side.
         redo: the redo log.
-        lead: the coordinator's side; it is `over` unless it is this peer's turn.
+        led: the coordinator's side, when it was this peer's turn last; its round may be over.
         doubts: the doubts about the coordinators of its tip.
         newcomers: whether the run may wait for newcomers, and until when.
         out: the actions to perform, in order.
@@ -88,32 +89,36 @@ class Peer:
         self.newcomers = self._history.newcomers
         self.doubts = Doubts(self.participant, rules, self._history)
         self._asked = 0  # how many members of a round were pinged, in turn
-        self._postponed: dict[bytes, bool] = {}  # see `Coordinator`
-        # At this tip: members that follow a deposed coordinator, and since when this peer gives way to that one.
-        self._gave_way: dict[bytes, float] = {}
         # Signers of void COMMITs: until when their COMMITs are not believed, and for how long that was.
         self._void: dict[bytes, tuple[float, float]] = {}
-        self._lead_nothing()
+        self.led: Gathering | Leading | None = None
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
-        # At this tip: (lost member, round) for which the COMMIT of the round was passed on.
-        self._passed_on: dict[tuple[bytes, bytes], None] = {}
-        # At this tip, by member: how many doubts about deposed coordinators this peer has sent to it.
-        self._shown: dict[bytes, int] = {}
         self._settled_at = self._all_until = 0.0
         self._met = 1
 
-    def _lead_nothing(self, ballot: Ballot = NO_BALLOT) -> None:
-        self.lead = Coordinator(self._me, self.tip, self.rules, self.signer, phase=Phase.ABORTED, ballot=ballot)
+    @property
+    def lead(self) -> Gathering | Leading | None:
+        """The coordinator's side; None unless it is this peer's turn."""
+        return None if isinstance(self.led, Leading) and self.led.over else self.led
+
+    def _led_in(self, round_id: bytes) -> Leading | None:
+        """The coordinator's side of the round of that name, if that is the last one that this peer has coordinated."""
+        return self.led if isinstance(self.led, Leading) and self.led.begin.round == round_id else None
+
+    def _leads(self, round_id: bytes) -> Leading | None:
+        """The same, if the round is not over."""
+        led = self._led_in(round_id)
+        return None if led is None or led.over else led
 
     @property
     def tip(self) -> Tip:
         """The state that this peer is at."""
-        return self.participant.tip
+        return self.participant.at.tip
 
     @property
     def last(self) -> int:
-        """See `Participant.contributed`."""
-        return self.participant.contributed
+        """See `AtTip.contributed`."""
+        return self.participant.at.contributed
 
     def hello(self) -> msg.Hello:
         """A HELLO about this peer and the members that it knows."""
@@ -128,14 +133,14 @@ class Peer:
         """A message has arrived. Returns the answer if it is a request. Raises Refused if the message breaks a rule."""
         participant = self.participant
         asks_of_round = isinstance(message, msg.Done | msg.Broken | msg.Waiting | msg.Ping) and sender != self._me
-        if asks_of_round and (commit := participant.commit_of(message.round)) is not None:
+        if asks_of_round and (commit := participant.at.commit_of(message.round)) is not None:
             self._send([sender], commit)  # the sender has missed this COMMIT
         match message:
             case msg.Progress():
                 return self._on_progress(sender, message, now)
             case msg.Join():
                 return self._on_join(sender, message, bytes(buffers[0]) if buffers else b"", now)
-            case msg.Survey() if message.tip != self.tip and participant.commit_of(message.round) is None:
+            case msg.Survey() if message.tip != self.tip and participant.at.commit_of(message.round) is None:
                 return self.hello()
             case msg.Survey():
                 return participant.on_survey(sender, message, buffers, now)
@@ -144,7 +149,7 @@ class Peer:
             case msg.Fetch() | msg.Digests():
                 return self.redo.answer(message, now) or participant.on_fetch(message)
             case msg.After():
-                known = (commit for commit in participant.commits if commit.tip == message.tip)
+                known = (commit for commit in participant.at.commits if commit.tip == message.tip)
                 if (next_one := self.redo.after(message, now) or next(known, None)) is None:
                     raise Refused("this peer does not know which round has followed that state")
                 return next_one
@@ -155,15 +160,16 @@ class Peer:
             case msg.Begin():
                 participant.on_begin(sender, message, buffers, now)
                 self.newcomers.is_over(now)
-                if sender == self._me:
-                    participant.join_to_begin = self.lead.join_to_begin
+                if sender == self._me and (lead := self._led_in(message.round)) is not None:
+                    participant.coordinates(lead.join_to_begin)
             case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
             case msg.Done() | msg.Broken() | msg.Waiting():
                 self._on_notice(sender, message, now)
             case msg.Unjoin():
                 self._joining.pop(sender, None)
-                self.out.extend(self.lead.unjoin(sender, now))
+                if (gathers := self.lead) is not None:
+                    self._go_on(gathers.unjoin(sender, now), now)
             case msg.Elsewhere():
                 self._on_elsewhere(sender, message, now)
             case msg.Call():
@@ -193,8 +199,8 @@ class Peer:
     def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
         """A member has answered the coordinator's request. If `answer` is an exception, there is no answer for that
         reason."""
-        lead = self.lead
-        if lead.over or not lead.is_of(request.round):
+        lead = self._leads(request.round)
+        if lead is None:
             return  # nobody waits for the answer any more
         match answer:
             case Exception():
@@ -203,7 +209,7 @@ class Peer:
                 if not isinstance(answer, msg.Follows):
                     self.out.extend(lead.unanswered(key, request, "it answers something else", now))
             case msg.Have(ballot=ballot) if ballot > request.ballot:
-                if self._was_surveyed(request.round, answer):
+                if self._was_surveyed(lead.begin, answer):
                     self.out.extend(lead.outbid(key, ballot, self.view.reaches(ballot.coordinator), now))
                 else:
                     self.out.extend(lead.put_out(key, "it follows a survey that it cannot show", now))
@@ -216,7 +222,7 @@ class Peer:
             case msg.Have():
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
             case msg.Elsewhere():
-                self._elsewhere_than_surveyed(key, request, answer, now)
+                self._elsewhere_than_surveyed(lead, key, request, answer, now)
             case msg.Broken() if lead.took_over and not lead.was_done:
                 self.out.extend(lead.elsewhere(key, now))  # no result can be decided without this peer
             case msg.Hello(tip=tip) if tip.outranks(lead.tip):
@@ -226,52 +232,52 @@ class Peer:
             case _:
                 self.out.extend(lead.put_out(key, "it is not at this state", now))
 
-    def _was_surveyed(self, round_id: bytes, have: msg.Have) -> bool:
+    def _was_surveyed(self, begin: msg.Begin, have: msg.Have) -> bool:
         """Whether the holder of the higher ballot that a member follows has made it, and may coordinate that round."""
-        survey, begin, holder = have.follows, self.lead.begin, have.ballot.coordinator
-        may_lead = begin is not None and holder in (begin.ballot.coordinator, *(m.key for m in begin.members))
-        is_it = may_lead and survey is not None and (survey.round, survey.ballot) == (round_id, have.ballot)
-        return is_it and survey is not None and self._is_signed(survey, holder)
+        survey, holder = have.follows, have.ballot.coordinator
+        if survey is None or holder not in (begin.ballot.coordinator, *(member.key for member in begin.members)):
+            return False
+        return (survey.round, survey.ballot) == (begin.round, have.ballot) and self._is_signed(survey, holder)
 
     def _elsewhere_than_surveyed(
-        self, key: bytes, request: msg.Survey | msg.Repair, answer: msg.Elsewhere, now: float
+        self, lead: Leading, key: bytes, request: msg.Survey | msg.Repair, answer: msg.Elsewhere, now: float
     ) -> None:
         """A member does not follow this peer's survey. It has left the round, or is in another one, or still reaches
         the round's coordinator. In the last case this peer gives way, unless most members doubt that coordinator."""
-        lead, begin = self.lead, answer.begin
+        begin = answer.begin
+        is_in_it = begin is not None and begin.round == lead.begin.round
         if begin is None and lead.took_over:  # the round has ended, and this peer has not heard of that
             self.out.extend(lead.elsewhere(key, now))
         elif begin is None or not self._names(begin, key):
             self.out.extend(lead.put_out(key, "it does not say in which round it is", now))
-        elif lead.is_of(begin.round) and (holder := begin.ballot.coordinator) in self.participant.deposed:
+        elif is_in_it and (holder := begin.ballot.coordinator) in self.participant.at.deposed:
             if isinstance(request, msg.Survey) and all(doubt.of != holder for doubt in request.doubts):
                 if request.ballot == lead.ballot:  # the survey came before most members doubted that coordinator
-                    lead.doubts = self.doubts.evidence
-                    self.out.extend(lead.start_survey(now))
+                    self.out.extend(lead.show(self.doubts.evidence, now))
                 return
-            if now < self._gave_way.setdefault(key, now) + NOTICE_SECONDS:
+            if now < self.participant.at.gave_way.setdefault(key, now) + NOTICE_SECONDS:
                 # That member may not have noticed yet that the coordinator is lost, or it follows another member that
                 # has taken the round over. Until NOTICE_SECONDS have passed, this peer gives way and asks again every
                 # second.
-                self._give_way()
+                self._give_way(lead)
                 return
             self.out.extend(lead.put_out(key, "it follows a coordinator that most members doubt", now))
-        elif lead.is_of(begin.round) and (lead.took_over or lead.may_give_way(key)):
+        elif is_in_it and (lead.took_over or lead.may_give_way(key)):
             # Two peers coordinate one round. The first of them gives way as well, once for each member, because most
             # others may doubt it. Then either that member notices that the other coordinator is lost, or this peer
             # receives the other's COMMIT. This peer stays in the round: in another round of this tip, it could commit a
             # second result.
-            self._give_way()
+            self._give_way(lead)
         else:
             self.out.extend(lead.elsewhere(key, now, coordinator=begin.ballot.coordinator))
 
-    def _give_way(self) -> None:
+    def _give_way(self, lead: Leading) -> None:
         """Stop coordinating a round that this peer has taken over. If this peer has left the round, it will not ask
         again, so it tells all members that the next one is to take the round over."""
-        self.lead.give_way()
-        if self.participant.begin is None and self.lead.begin is not None:
-            gave_up = msg.Broken(self.lead.begin.round, self._me, False, "it has given the round up")
-            self._send([member for member in self.lead.live() if member != self._me], gave_up)
+        lead.give_way()
+        if self.participant.begin is None:
+            gave_up = msg.Broken(lead.begin.round, self._me, False, "it has given the round up")
+            self._send([member for member in lead.live() if member != self._me], gave_up)
 
     def _is_signed(self, message: Any, key: bytes) -> bool:
         return key == self._me or self.signer.is_signed(message, key)
@@ -287,8 +293,9 @@ class Peer:
         participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
-            if not self.lead.is_of(elsewhere.begin.round):  # otherwise the sender is in this peer's round
-                self.out.extend(self.lead.elsewhere(sender, now, coordinator=elsewhere.begin.ballot.coordinator))
+            led, begin = self.led, elsewhere.begin
+            if led is not None and self._led_in(begin.round) is None:  # otherwise the sender is in this peer's round
+                self.out.extend(led.elsewhere(sender, now, coordinator=begin.ballot.coordinator))
         elif self._coordinator_of_round() is None and sender == self._successor():
             participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has left the round"))
         elif not self.doubts.was_asked(sender):
@@ -304,7 +311,7 @@ class Peer:
         """A member has said at which state it is."""
         if key == self._me:
             return  # a message of this peer to itself may be outdated
-        participant, commit = self.participant, self.participant.commit
+        participant, commit = self.participant, self.participant.at.commit
         if self.keeps_state and not tip.is_state_of(self.tip):
             self.tips.append((key, tip))
         # A member at the tip before, which was in the round from there, is about to receive the commit. But if it had
@@ -312,8 +319,8 @@ class Peer:
         goes_back = self.view.goes_back(key, tip)
         follows = commit is not None and commit.tip == tip and key in commit.members
         follows = follows and not goes_back and not self.view.is_behind(key)
-        if goes_back and self.lead.is_before_begin:
-            self.out.extend(self.lead.went_back(key, now))
+        if goes_back and isinstance(self.led, Gathering):
+            self._go_on(self.led.went_back(key, now), now)
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
         if not tip.outranks(self.tip) or self.view.ignores(key, now):
@@ -322,11 +329,11 @@ class Peer:
             return  # nobody can download that state from an auxiliary peer, so it does not count
         # The round of this tip was committed without this peer. So this peer begins none, and tells the members that
         # wait for it.
-        if self.lead.is_before_begin:
+        if isinstance(self.led, Gathering):
             self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
-        if participant.begin is None and participant.input is not None and participant.input.tip is None:
+        if participant.begin is None and participant.given.input is not None and participant.given.input.tip is None:
             self.move(tip, now)  # the input does not depend on a state, so continue from the state of the others
         self.news += 1
 
@@ -337,8 +344,7 @@ class Peer:
             self._send(self.view.others(), self.hello())
         if not tip.is_state_of(self.tip):
             self.redo.clear()
-        self.participant.move(tip)
-        self.participant.made |= made
+        self.participant.move(tip, made=made)
         self._history.skipped()
         self._new_tip(now, downloaded=self.keeps_state and not made)
         self._send(self.view.others(), self.hello())
@@ -350,9 +356,8 @@ class Peer:
         self.doubts.new_tip()
         self.newcomers.new_tip(self.tip, now)
         self._history.punctuality.new_tip()
-        self._postponed, self._gave_way, self._passed_on, self._shown = {}, {}, {}, {}
-        if self.lead.tip != self.tip:
-            self._lead_nothing()
+        if self.led is not None and self.led.tip != self.tip:
+            self.led = None
         self.news += 1
         if self.participant.silence.patience.remembers:
             # Doubt a coordinator that has held up too many rounds before it begins this one.
@@ -360,7 +365,7 @@ class Peer:
 
     def _on_commit(self, sender: bytes, commit: msg.Commit, now: float) -> None:
         participant = self.participant
-        if commit.tip != self.tip or participant.missed is not None:
+        if commit.tip != self.tip or participant.at.missed is not None:
             return  # another member has passed it on before, or this peer is at another state
         begin = participant.begin
         require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
@@ -390,7 +395,7 @@ class Peer:
         name. If that is a single one of several members, the coordinator must be one that this peer has met."""
         participant, votes = self.participant, Counter(commit.next_tip for commit in commits)
         others = sum(self.view.reaches(key) and self.view.keeps_state(key) for key in self.view.others())
-        for commit in commits if participant.missed is None else ():
+        for commit in commits if participant.at.missed is None else ():
             count = votes[commit.next_tip]
             are_most = commit.tip == self.tip and 2 * count > len(commits)
             is_known = count > 1 or 2 * count > others or self._may_decide(commit.coordinator)
@@ -412,9 +417,9 @@ class Peer:
     def _may_decide(self, key: bytes) -> bool:
         """Whether that peer may coordinate a round of this tip: it is or was a member here. Otherwise an attacker could
         stop the run with void COMMITs, each signed with a new key."""
-        participant, last = self.participant, self.participant.commit
+        participant, last = self.participant, self.participant.at.commit
         was_in_the_last = last is not None and key in last.members
-        return self.view.has_met(key) or key in participant.asked or participant.is_with(key) or was_in_the_last
+        return self.view.has_met(key) or key in participant.at.asked or participant.is_with(key) or was_in_the_last
 
     def _advance(self, commit: msg.Commit, now: float) -> None:
         begin = self.participant.begin_of(commit)
@@ -426,10 +431,10 @@ class Peer:
             stayed = {member.key for member in commit.view}
             out = [key for key in commit.members if key not in stayed and self.view.reaches(key)]
             led, patience = commit.coordinator == self._me, self.participant.silence.patience
-            for key in [key for key, alone in self._postponed.items() if alone and led]:
+            for key in [key for key, alone in self.participant.at.postponed.items() if alone and led]:
                 patience.held_up(key, now)  # it said that it was in another round, so this one waited in vain
             patience.committed(out, commit.coordinator, now, led=led)
-        self.doubts.committed(commit.coordinator, led=not self.lead.over)
+        self.doubts.committed(commit.coordinator, led=self.lead is not None)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may behave well for a while
             self._void.pop(commit.coordinator, None)
@@ -443,7 +448,7 @@ class Peer:
     def has_result(self, exchange: BytesExchange, commit: msg.Commit, now: float, *, missed: bool) -> None:
         """This peer has fetched the result of a round that it missed or did not use; see `Participant.has_result`."""
         self.participant.has_result(exchange, commit, missed=missed)
-        if commit is self.participant.missed:
+        if commit is self.participant.at.missed:
             self._advance(commit, now)
             # The members of the round believe that this peer is behind. If it is, it replays the next round now.
             if self.participant.behind(now) is None:
@@ -451,7 +456,7 @@ class Peer:
 
     def give_up_missed(self, now: float) -> None:
         """No member can send the result of the missed round. So its COMMIT is void, and the round is repeated."""
-        if (commit := self.participant.missed) is not None:
+        if (commit := self.participant.at.missed) is not None:
             _, seconds = self._void.get(commit.coordinator, (now, FIRST_VOID_SECONDS / 2))
             seconds = min(2 * seconds, LONGEST_VOID_SECONDS)
             self._void[commit.coordinator] = now + seconds, seconds
@@ -471,8 +476,8 @@ class Peer:
             self.news += 1
         if call.tip != self.tip:
             self._send([sender], self.hello())
-        elif participant.missed is not None:
-            self._send([sender], participant.missed)
+        elif participant.at.missed is not None:
+            self._send([sender], participant.at.missed)
         elif participant.begin is not None:
             # If nobody coordinates that round any more, this peer takes it over, or waits for the member that does.
             in_it = self.view.members.get(self._coordinator_of_round() or self._me, self.view.me)
@@ -488,7 +493,7 @@ class Peer:
 
     def is_called(self) -> None:
         """The coordinator has called the round of this tip."""
-        self.participant.called = True
+        self.participant.is_called()
         self.news += 1
 
     def _on_progress(self, sender: bytes, report: msg.Progress, now: float) -> Answer:
@@ -505,11 +510,11 @@ class Peer:
             if report.loading and report.tip == self.tip:  # this peer may succeed the coordinator, or send the state
                 self.newcomers.claims(sender, report, now)
             return elsewhere
-        lead = self._leading(now)
-        if report.loading and not lead.is_before_begin:
+        lead = self._coordinating(now)
+        if report.loading and isinstance(lead, Leading):
             return self.hello()  # the round from that state has begun, and can't wait for the member
         answer, actions = lead.progress(sender, report, now)
-        self.out.extend(actions)
+        self._go_on(actions, now)
         return answer
 
     def _on_moves(self, sender: bytes, moves: msg.Moves, now: float) -> None:
@@ -542,25 +547,23 @@ class Peer:
                     decode_gathered(gathered)
             except ValueError as error:
                 raise Refused(str(error)) from error
-            lead = self._leading(now)
-            lead.expected.setdefault(sender, join.sender)
-            self.out.extend(lead.join(sender, join, gathered, now))
+            self._go_on(self._coordinating(now).join(sender, join, gathered, now), now)
         elif sender not in self.view.members:
             return self.hello()  # this peer has lost the sender meanwhile, and the sender may not know that
-        return msg.Joined(self.tip, self.lead.waits_for(now))
+        return msg.Joined(self.tip, self.led.waits_for(now) if isinstance(self.led, Gathering) else 0.0)
 
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
         """A member has sent a report or a JOIN for that tip. If the tip's round was committed, send it the COMMIT."""
         self.told(sender, tip, now)
-        for commit in self.participant.commits:
+        for commit in self.participant.at.commits:
             if commit.tip == tip and sender != self._me:
                 self._send([sender], commit)
 
     def _elsewhere(self, tip: Tip) -> Answer:
         """The answer to a message for the coordinator of that tip; None if this peer is the coordinator."""
-        if tip != self.tip or self.participant.missed is not None:
+        if tip != self.tip or self.participant.at.missed is not None:
             return self.hello()
-        if not self.lead.over:
+        if self.lead is not None:
             return None
         coordinator = self.participant.coordinator()
         return None if coordinator.key == self._me else msg.Elsewhere(coordinator)
@@ -570,51 +573,56 @@ class Peer:
     def settle(self, now: float) -> None:
         """Let BEGIN wait, because some members may not have been found yet: before the first commit of a run, or after
         this peer was away."""
-        self._settled_at = self.lead.settled_at = now + SETTLE_SECONDS
+        self._settled_at = now + SETTLE_SECONDS
+        if isinstance(self.led, Gathering):
+            self.led.settle(self._settled_at)
 
-    def _leading(self, now: float) -> Coordinator:
-        """This peer's `Coordinator` of this tip; makes a new one if the last one is over."""
-        if self.lead.over:
-            commit = self.participant.commit
+    def _coordinating(self, now: float) -> Gathering | Leading:
+        """The coordinator's side at this tip; a new one if there is none."""
+        if (lead := self.lead) is None:
+            self._end_lead()
+            at, commit = self.participant.at, self.participant.at.commit
             # A COMMIT's view lacks the members that were put out of the round. BEGIN does not wait for those, nor for
             # members that have gone back to an earlier state.
             there = () if commit is None else {m.key for m in commit.view}.intersection(commit.members)
             veterans = frozenset(key for key in there if not self.view.is_behind(key))
-            self.lead = Coordinator(
-                self._me,
-                self.tip,
-                self.rules,
-                self.signer,
-                self._history,
-                settled_at=self._settled_at,
-                all_until=self._all_until,
-                veterans=veterans,
-                last=self.last,
-                haste=self.doubts.haste(),
-                patience=self.participant.silence.patience,
-                ballot=self.lead.ballot,  # so that this peer never begins two rounds under one ballot
-                postponed=self._postponed,
+            haste, patience = self.doubts.haste(), self.participant.silence.patience
+            settled_at, all_until = self._settled_at, self._all_until
+            self.led = lead = Gathering(
+                self._me, at, self.rules, self.signer, self._history, patience, veterans, haste, settled_at, all_until
             )
-            self.out.extend(self.lead.expect(self.view.connected(), now))
-        return self.lead
+            self._go_on(lead.expect(self.view.connected(), now), now)
+        return lead
+
+    def _go_on(self, actions: Iterable[Action], now: float) -> None:
+        """The coordinator's side wants these actions. If one of them is BEGIN, it leads the round from now on."""
+        self.out.extend(actions)
+        if isinstance(self.led, Gathering) and self.led.begin is not None:
+            self.led = Leading.of(self.led, now)
+
+    def _end_lead(self) -> None:
+        """Forget the coordinator's side, except its ballot: this peer never begins two rounds under one ballot."""
+        if isinstance(self.led, Leading):
+            self.participant.at.led = self.led.ballot
+        self.led = None
 
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
         """Stop coordinating this tip, and tell the members that have reported or joined here why. A JOIN of this peer
         to itself is void."""
-        self._send([key for key in {**self.lead.counts, **self.lead.joins} if key != self._me], why)
+        before = self.led.before if isinstance(self.led, Leading) else self.led
+        self._send([key for key in (before.heard_from if before is not None else ()) if key != self._me], why)
         self.participant.rejoin(self._me)
-        self._lead_nothing(self.lead.ballot)
+        self._end_lead()
 
     def _on_notice(self, sender: bytes, notice: msg.Done | msg.Broken | msg.Waiting, now: float) -> None:
         """A member sends DONE, BROKEN or WAITING. Raises Refused if it may not say so."""
-        lead = self.lead
         if isinstance(notice, msg.Waiting):
             self.participant.on_waiting(sender, notice, now)
         if isinstance(notice, msg.Broken) and notice.peer == self._me != sender and self.participant.is_with(sender):
             log.warning("%r goes on without what this peer sends: %s", PeerID(sender), notice.reason)
         if isinstance(notice, msg.Broken) and notice.peer == sender:
             self._will_not_take_over(sender, notice, now)
-        if not lead.is_of(notice.round):
+        if (lead := self._leads(notice.round)) is None:
             return
         match notice:
             case msg.Done():
@@ -627,23 +635,26 @@ class Peer:
     def _will_not_take_over(self, sender: bytes, broken: msg.Broken, now: float) -> None:
         """A member has given up the round that it coordinates, or was to take over. If this peer was done, a result may
         be decided, so another member takes the round over. Otherwise the round fails here."""
-        participant, begin = self.participant, self.participant.begin
-        is_of_it = begin is not None and begin.round == broken.round
-        if not is_of_it or sender != (self._coordinator_of_round() or self._successor()):
+        round = self.participant.round
+        if round is None or round.begin.round != broken.round:
             return
-        if participant.done is None:
-            participant.fail(AveragingError(f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"))
+        if sender != (self._coordinator_of_round() or self._successor()):
+            return
+        if round.done is None:
+            error = f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"
+            self.participant.fail(AveragingError(error))
         else:
-            participant.unable[sender] = None
+            self.participant.is_unable(sender)
             self.succeed(now)
 
     def wake_at(self) -> float | None:
         """When to call `tick` if nothing else happens; None if never."""
-        return self.lead.wake_at()
+        return None if self.lead is None else self.lead.wake_at()
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        self.out.extend(self.lead.tick(now))
+        if (lead := self.lead) is not None:
+            self._go_on(lead.tick(now), now)
 
     # -- who is there
 
@@ -653,18 +664,17 @@ class Peer:
         if self.tip.epoch == 0 and len(self.view.members) > self._met:
             self.settle(now)
         self._met = len(self.view.members)
-        lead = self.lead
-        if lead.over:
-            return
-        coordinator = self.participant.coordinator()
-        if lead.begin is not None:
-            for key in lead.live():
-                if not self.view.reaches(key):
-                    self.out.extend(lead.put_out(key, "the connection to it was lost", now))
-        elif coordinator.key != self._me and lead.is_before_begin:
-            self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
-        else:
-            self.out.extend(lead.expect(self.view.connected(), now))
+        match self.lead:
+            case Leading() as lead:
+                for key in lead.live():
+                    if not self.view.reaches(key):
+                        self.out.extend(lead.put_out(key, "the connection to it was lost", now))
+            case Gathering() as lead:
+                coordinator = self.participant.coordinator()
+                if coordinator.key != self._me:
+                    self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
+                else:
+                    self._go_on(lead.expect(self.view.connected(), now), now)
 
     def say(self, me: Member, now: float) -> None:
         """Change what this peer says of itself, and tell all members."""
@@ -679,13 +689,13 @@ class Peer:
         if known:
             self.redo.want(now)  # it may come back
         self._joining.pop(key, None)
-        self._shown.pop(key, None)
+        participant.at.shown.pop(key, None)
         self.newcomers.gone(key)
-        for commit in participant.commits if known else ():
+        for commit in participant.at.commits if known else ():
             # The lost peer may have been a coordinator that died before all members had its COMMIT. This happens once
             # for each peer and COMMIT, so that one that comes and goes does not cause many messages.
-            if (key, commit.round) not in self._passed_on:
-                self._passed_on[key, commit.round] = None
+            if (key, commit.round) not in participant.at.passed_on:
+                participant.at.passed_on[key, commit.round] = None
                 self._send([other for other in commit.members if other not in (key, self._me)], commit)
         # If this peer coordinates the round itself, its coordinator knows of the loss.
         if participant.is_with(key) and self._coordinator_of_round() not in (None, self._me):
@@ -694,47 +704,35 @@ class Peer:
         self.succeed(now)
 
     def _coordinator_of_round(self) -> bytes | None:
-        """The coordinator of the round that this peer is in; None if it is lost, deposed, or has given the round up."""
-        participant, coordinator = self.participant, self.participant.ballot.coordinator
+        """The coordinator of the round that this peer is in, unless it is lost, deposed, or has given the round up."""
+        at, round = self.participant.at, self.participant.round
+        if round is None:
+            return None
+        coordinator = at.ballot.coordinator
         # This peer itself may have given way, and may coordinate another round of this tip by now.
-        begin, lead = participant.begin, self.lead
-        leads = begin is not None and lead.is_of(begin.round) and lead.phase is not Phase.ABORTED
-        gave_way = coordinator == self._me and begin is not None and not leads
-        is_there = self.view.reaches(coordinator) and coordinator not in {**participant.deposed, **participant.unable}
+        lead = self._led_in(round.begin.round)
+        gave_way = coordinator == self._me and (lead is None or lead.phase is Phase.ABORTED)
+        is_there = self.view.reaches(coordinator) and coordinator not in {**at.deposed, **round.unable}
         return coordinator if is_there and not gave_way else None
 
     def succeed(self, now: float) -> None:
         """If nobody coordinates the round that this peer is in, take it over, or tell the member whose turn it is."""
-        participant = self.participant
-        begin, ballot = participant.begin, participant.ballot
-        if begin is None or self._coordinator_of_round() is not None or self._asks_to_take_over(begin):
+        participant, round = self.participant, self.participant.round
+        if round is None or self._coordinator_of_round() is not None or self._asks_to_take_over(round.begin):
             return
-        keys = {member.key for member in begin.members}
+        begin, ballot = round.begin, participant.at.ballot
         if not self.view.reaches(ballot.coordinator):
             self.doubts.doubt(ballot.coordinator)
             self._depose(self.doubts.doubted_by_most())
         successor = self._successor()
         if successor == self._me:
-            self.lead = Coordinator(
-                self._me,
-                begin.tip,
-                self.rules,
-                self.signer,
-                last=self.last,
-                phase=Phase.SURVEYING,
-                gathered=dict(participant.gathered),
-                begin=begin,
-                ballot=Ballot(ballot.number, self._me),
-                out={**participant.told_out, **{key: "lost" for key in keys if not self.view.reaches(key)}},
-                postponed=self._postponed,
-                took_over=True,
-                was_done=participant.done is not None,
-                doubts=self.doubts.evidence,
-            )
-            self.out.extend(self.lead.start_survey(now))
+            lost = {member.key: "lost" for member in begin.members if not self.view.reaches(member.key)}
+            before = Gathering(self._me, participant.at, self.rules, self.signer, until=Until.OVER)
+            lead = self.led = Leading.after(before, round, {**participant.told_out, **lost}, self.doubts.evidence)
+            self.out.extend(lead.start_survey(now))
         elif successor is not None:
             # The successor may not even have the BEGIN.
-            gathered = msgspec.msgpack.encode(participant.gathered)
+            gathered = msgspec.msgpack.encode(round.gathered)
             self._send([successor], msg.Orphaned(begin), [gathered])
             self._tell_doubts(successor)
         else:
@@ -742,22 +740,24 @@ class Peer:
 
     def _asks_to_take_over(self, begin: msg.Begin) -> bool:
         """Whether this peer has taken that round over, and its own survey is still on its way to its participant."""
-        lead = self.lead
-        return lead.is_of(begin.round) and not lead.over and lead.ballot > self.participant.ballot
+        lead = self._leads(begin.round)
+        return lead is not None and lead.ballot > self.participant.at.ballot
 
     def _successor(self) -> bytes | None:
         """The member whose turn it is to take over this peer's round; None if no reachable member can."""
-        participant, begin = self.participant, self.participant.begin
-        keys = {member.key for member in begin.members} if begin is not None else set()
+        participant, round = self.participant, self.participant.round
+        if round is None:
+            return None
+        keys = {member.key for member in round.begin.members}
         able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
-        not_able = {**participant.doubted, **participant.unable, **participant.told_out}
+        not_able = {**participant.at.doubted, **round.unable, **participant.told_out}
         return next((key for key in able if key not in not_able), None)
 
     def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member has lost the coordinator of its round and believes that this peer is the successor."""
         begin, participant = orphaned.begin, self.participant
         require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
-        commit = participant.commit_of(begin.round)
+        commit = participant.at.commit_of(begin.round)
         if commit is not None or self.tip != begin.tip:
             self._send([sender], commit or self.hello())
             return
@@ -796,7 +796,7 @@ class Peer:
         self.doubts.look(now)
         self._count_doubts(now)  # the loss of members without doubts can make a majority
         self._take_over()
-        following = next((m.key for m in participant.candidates() if m.key not in participant.doubted), None)
+        following = next((m.key for m in participant.candidates() if m.key not in participant.at.doubted), None)
         if following is None:
             # This peer doubts all candidates, and other members may doubt fewer. So it tells all members: if they did
             # not all know which candidates most members doubt, they could wait for different ones for ever.
@@ -821,7 +821,7 @@ class Peer:
         # This peer does not wait for a peer that it can't reach. But the sender does, and needs a majority of doubts.
         if not self.view.reaches(doubt.of):
             self.doubts.doubt(doubt.of)
-        if doubt.of in self.participant.deposed:
+        if doubt.of in self.participant.at.deposed:
             self._show_evidence(sender)
         if is_new:  # counting takes time, so it is done only for new doubts, and every second
             self._count_doubts(now)
@@ -835,7 +835,7 @@ class Peer:
         self.succeed(now)
         if participant.begin is None and participant.coordinator().key == self._me:
             self._take_over()
-            self._leading(now)
+            self._coordinating(now)
 
     def _take_over(self) -> None:
         """Tell all members that this peer coordinates, because most members doubt the candidates before it. Called
@@ -848,9 +848,9 @@ class Peer:
         """Send a member the doubts for which coordinators were deposed. They are long, and doubts arrive every second,
         so this happens only once for each member. It happens again if there are more of them, because the member counts
         only doubts of members that it reaches itself, or if the member was lost meanwhile."""
-        evidence = self.doubts.evidence
-        if self._shown.get(key, 0) < len(evidence):
-            self._shown[key] = len(evidence)
+        evidence, shown = self.doubts.evidence, self.participant.at.shown
+        if shown.get(key, 0) < len(evidence):
+            shown[key] = len(evidence)
             self._send([key], msg.TakeOver(self.tip, evidence))
 
     def _depose(self, keys: Collection[bytes]) -> None:
@@ -867,10 +867,10 @@ class Peer:
             return
         if sender not in self.view.members:
             return
-        new = participant.deposed_by(message.doubts) - participant.deposed.keys()
+        new = participant.deposed_by(message.doubts) - participant.at.deposed.keys()
         self.doubts.hear(doubt for doubt in message.doubts if doubt.of in new)
         self._depose(new)
-        if self._me in new and self.lead.is_before_begin:
+        if self._me in new and isinstance(self.led, Gathering):
             self._resign(msg.Elsewhere(self.view.members[sender]))
 
     # -- signs of life and progress
@@ -881,10 +881,11 @@ class Peer:
         self._tell_moves(self.newcomers.look(moved, now))
         self.redo.look(now)
         silence = self.participant.silence
-        self.lead.saw(self._me, silence.signs, now)
-        # A member that lacks something complains before this time is over.
-        late_after = silence.reducer_timeout
-        self.out.extend(self.lead.hurry(lambda key: silence.patience.of(key, late_after, now) + COMPLAINT_SECONDS, now))
+        if isinstance(lead := self.lead, Leading):
+            lead.saw(self._me, silence.signs, now)
+            # A member that lacks something complains before this time is over.
+            late = silence.reducer_timeout
+            self.out.extend(lead.hurry(lambda key: silence.patience.of(key, late, now) + COMPLAINT_SECONDS, now))
         self._hold_to_deadlines(now)
         self.succeed(now)
 
@@ -896,10 +897,12 @@ class Peer:
     def awaited(self, now: float) -> list[bytes]:
         """The peers that this peer waits for in a round, or until one begins."""
         lead, participant = self.lead, self.participant
-        if not lead.over and lead.phase is not Phase.COUNTING:
-            return lead.live() if lead.begin is not None else list(lead.expected)
+        if isinstance(lead, Leading):
+            return lead.live()
+        if lead is not None and lead.until is Until.BEGIN:
+            return list(lead.expected)
         if participant.begin is not None:
-            return [participant.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
+            return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
         return [participant.joined] if participant.state is State.JOINED else []
 
     def _next_in_turn(self, now: float) -> list[bytes]:
@@ -919,15 +922,15 @@ class Peer:
 
     def _pong(self, ping: msg.Ping) -> msg.Pong:
         """The answer to a member's PING: whether the round in it makes progress."""
-        participant, lead = self.participant, self.lead
-        leads = not lead.over and lead.is_of(ping.round)
-        is_in = participant.begin is not None and participant.begin.round == ping.round
-        if participant.commit_of(ping.round) is not None:
+        participant = self.participant
+        if participant.at.commit_of(ping.round) is not None:
             return msg.Pong()
-        knows = not ping.round or leads or is_in
+        is_in = participant.begin is not None and participant.begin.round == ping.round
+        knows = not ping.round or is_in or self._leads(ping.round) is not None
         return msg.Pong(knows, participant.silence.signs)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
-        self.lead.saw(key, pong.signs, now)
+        if isinstance(lead := self.lead, Leading):
+            lead.saw(key, pong.signs, now)
