@@ -195,7 +195,7 @@ class Pilot:
         self.hidden = HiddenState()
         self.forks = Forks(run, tell)
         self._made_with: frozenset[bytes] = frozenset()  # the peers that made its state with it, or sent it the state
-        self._waited_with = ("", "")  # the names of average and machine with which `round` waited last
+        self._waited_with = (b"", "")  # the names of average and machine with which `round` waited last
         self._waited_at: Tip | None = None  # the tip at which this peer has waited for the inner steps of others
         self._opened: Begin | None = None  # the BEGIN of the last round that this peer was in
         self._told_cost = self._told_unusable = False
@@ -432,10 +432,7 @@ class Pilot:
             Behind: if others have ended this epoch without this peer.
             Rejected: if the run has other terms.
         """
-        # The bits of this peer's step also depend on its average of gradients.
-        own, name = self.machine.name, mine.average.hex()
-        machine = f"{name} {own}"[:256] if name else own
-        self._waited_with = (name, machine)
+        self._waited_with = (mine.average, self.machine.name)
         patience = self._settings.averaging_timeout
         until = time.monotonic() + patience
         contribution = Contribution(
@@ -443,10 +440,11 @@ class Pilot:
             open=self._opening(open),
             patience=self._settings.matchmaking_time,
             tip=mine.tip,
-            machine=machine,
+            machine=self.machine.name,
             state=mine.digest,
             options=mine.options,
             loss=mine.loss,
+            average=mine.average,
         )
         while True:
             try:
@@ -544,9 +542,10 @@ class Pilot:
         if not mine:
             return ()
         begin = outcome.begin
-        names = [machine[: len(mine)] for machine in begin.machines]
+        names = begin.averages
         samples = {name: sum(w for w, one in zip(begin.weights, names, strict=True) if one == name) for name in names}
-        common = max(names, key=lambda name: (names.count(name), samples[name], name))
+        # An auxiliary peer has no average.
+        common = max(filter(None, names), key=lambda name: (names.count(name), samples[name], name), default=mine)
         if mine == common:
             return ()
         fields = self.run.faults.add(FaultKind.UNLIKE, "this peer's gradients are not the average of the others")
@@ -576,13 +575,15 @@ class Pilot:
         Peers that compute alike disagree only by a fault, or at the start of a run, when each peer has made its own
         parameters. Other peers may round their steps differently, until the state is averaged.
         """
-        begin, (_, machine) = outcome.begin, self._waited_with
+        begin, waited_with = outcome.begin, self._waited_with
         if begin.with_state:
             return ()
         states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
         own, epoch = states.get(self.me, b""), mine.tip.epoch
         if epoch:
-            alike = {m.key for m, name in zip(begin.members, begin.machines, strict=True) if name == machine}
+            # The bits of a step also depend on the average of gradients.
+            both = zip(begin.averages, begin.machines, strict=True)
+            alike = {m.key for m, of_it in zip(begin.members, both, strict=True) if of_it == waited_with}
             states = {k: state for k, state in states.items() if k in alike and not self.hidden.is_new(k)}
         held = list(states.values())
         # Of equally many, those are right that have not loaded their state just now.

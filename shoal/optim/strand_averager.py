@@ -19,7 +19,6 @@ from shoal.swarm.protocol.tip import LAST_EPOCH, Tip
 from shoal.swarm.swarm import Swarm
 
 LEAST_PATIENCE = 1.0  # the shortest time in seconds that a round waits for a member that has not joined
-MORE_THAN_A_ROUND = 2.0**60  # samples
 
 
 class _OfStrand(DHTDirectory):
@@ -61,6 +60,7 @@ class StrandAverager(DecentralizedAverager):
         )
         self.in_step, self._patience = True, settings.matchmaking_time
         self._place = replace(self._place, keeps_state=True)  # a member that misses a round fetches its result
+        self._rules = replace(self._rules, brings_samples=False)
 
     def _directory(self, run_id: str) -> Directory:
         return _OfStrand(self.dht.dht_node, run_id)
@@ -110,6 +110,6 @@ class StrandAverager(DecentralizedAverager):
 
 def of_strand(tip: Tip) -> Tip:
     """The tip of each strand's run that belongs to `tip` of the run. The epochs of a strand's run count double: 2 k
-    before the strand's round of epoch k, and 2 k + 1 after it."""
-    # The tip of the next epoch outranks both, whatever the weights of the rounds.
-    return Tip(min(2 * tip.epoch, LAST_EPOCH - 1), tip.lineage, tip.epoch * MORE_THAN_A_ROUND)
+    before the strand's round of epoch k, and 2 k + 1 after it. That round brings no samples, so the tip of the next
+    epoch outranks both."""
+    return Tip(min(2 * tip.epoch, LAST_EPOCH - 1), tip.lineage, tip.samples)

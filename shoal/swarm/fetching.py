@@ -17,6 +17,7 @@ from shoal.swarm.protocol.contribution import BytesExchange
 from shoal.swarm.protocol.download import DownloadPlan
 from shoal.swarm.protocol.errors import ResultLost
 from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fetch, Source
+from shoal.swarm.protocol.rules import Rules
 
 FETCHES = 8  # chunks fetched at a time
 
@@ -28,10 +29,11 @@ class Fetching:
         channel: sends the requests.
         timeout: the time, in seconds, within which a member must answer.
         progressed: called for each chunk that has arrived, because on a slow line all chunks together may take long.
+        rules: the rules of the run.
     """
 
-    def __init__(self, channel: Channel, timeout: float, progressed: Callable[[], None]) -> None:
-        self._channel, self._timeout, self._progressed = channel, timeout, progressed
+    def __init__(self, channel: Channel, timeout: float, progressed: Callable[[], None], rules: Rules) -> None:
+        self._channel, self._timeout, self._progressed, self._rules = channel, timeout, progressed, rules
 
     async def fetch(self, exchange: BytesExchange, sources: Iterable[Source]) -> dict[bytes, str]:
         """Fetch chunks, a few at a time, and write them to the exchange's output. Returns the holders that did not send
@@ -129,7 +131,8 @@ class Fetching:
             is_it = answer.begin.round == commit.round and root_of(answer.digests) == commit.root
             require(is_it, "its chunks are not those that were committed")
             check_begin(answer.begin)
-            require(commit.samples == sum(answer.begin.weights), "the round had other samples than were committed")
+            brought = self._rules.samples(answer.begin)
+            require(commit.samples == brought, "the round had other samples than were committed")
             is_whole = len(answer.digests) == answer.begin.starts[-1]
             require(is_whole, "it says that the round had another number of chunks")
             return key, answer

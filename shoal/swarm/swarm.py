@@ -146,7 +146,7 @@ class Swarm:
         keeps_state, redo_bytes = place.keeps_state, place.redo_bytes
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=keeps_state, redo_bytes=redo_bytes)
         self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
-        self._fetching = Fetching(channel, chunk_timeout, self._progressed)
+        self._fetching = Fetching(channel, chunk_timeout, self._progressed, rules)
         self.loading: Loading | None = None
         # What a round that it replays costs it; None if it can't replay any.
         self._result_bytes = (

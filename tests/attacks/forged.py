@@ -53,7 +53,7 @@ def begin(tip: Tip, number: int, me: Member, members: Sequence[Member], starts: 
     """A BEGIN, which need not make sense."""
     count = len(members)
     ballot = Ballot(number, me.key)
-    lists = (tuple(1.0 for _ in members), ("",) * count, (b"",) * count)
+    lists = (tuple(1.0 for _ in members), ("",) * count, (b"",) * count, (b"",) * count)
     return signed(msg.Begin(tip, ballot, tuple(members), *lists, 4096, tuple(starts), False, 10.0))
 
 

@@ -164,13 +164,13 @@ class Run(piloted.Run):
                 raise found
         tip = self.swarm.tip
         assert contribution.tip == tip, "the swarm is elsewhere"
-        told = contribution.machine, contribution.state
+        told = contribution.machine, contribution.state, contribution.average
         board = self._world.board(self.run_id)
         _, weights, said = board.join(tip, self._peer, contribution.weight, told, self.vectors(tip.epoch)).result(
             HANGS_AFTER
         )
-        machines, states = zip(*said, strict=True)
-        outcome = outcome_of(tip, weights, machines=machines, states=states, me=self.me, options=b"")
+        machines, states, averages = zip(*said, strict=True)
+        outcome = outcome_of(tip, weights, machines=machines, states=states, averages=averages, me=self.me, options=b"")
         self._pace.delay()
         self.swarm.called = False
         self.swarm.tip = outcome.commit.next_tip

@@ -196,6 +196,7 @@ def outcome_of(
     *,
     machines: Sequence[str] = ("cpu",) * 5,
     states: Sequence[bytes] = (b"",) * 5,
+    averages: Sequence[bytes] = (b"",) * 5,
     first: int = 0,
     me: bytes = ME,
     with_state: bool = False,
@@ -208,6 +209,7 @@ def outcome_of(
     members = tuple(Member(key, (), Role.NODE) for key in KEYS[first : first + count])
     begin = Begin(
         tip, Ballot(1, members[0].key), members, tuple(weights), tuple(machines[:count]), tuple(states[:count]),
+        tuple(averages[:count]),
         4, (*range(count), count), with_state, 60.0, options, loss,
     )  # fmt: skip
     keys = tuple(member.key for member in members)

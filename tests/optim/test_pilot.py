@@ -440,14 +440,14 @@ def test_whether_another_state_may_have_its_contribution(at: Piloted) -> None:
 
 def test_another_average_than_most_have(at: Piloted) -> None:
     mine, theirs = b"m" * 32, b"t" * 32
-    names = [f"{each.hex()} cpu" for each in (mine, theirs, theirs)]
-    at.run.outcomes = [outcome_of(FIRST, (8.0, 8.0, 8.0), machines=names)]
+    names = [mine, theirs, theirs]
+    at.run.outcomes = [outcome_of(FIRST, (8.0, 8.0, 8.0), averages=names)]
     ended = joined(at, average=mine)
     assert ended is not None
     assert ended.is_unlike
     assert at.pilot.averaged.donors == (PeerID(KEYS[1]), PeerID(KEYS[2]))
-    assert at.run.contributions[0].machine == names[0]
-    at.run.outcomes = [outcome_of(FIRST, (8.0, 9.0), machines=names), outcome_of(FIRST, (9.0, 8.0), machines=names)]
+    assert at.run.contributions[0].average == mine
+    at.run.outcomes = [outcome_of(FIRST, (8.0, 9.0), averages=names), outcome_of(FIRST, (9.0, 8.0), averages=names)]
     found = [joined(at, average=mine) for _ in range(2)]
     assert [each is not None and each.is_unlike for each in found] == [True, False], "of equally many: more samples"
     assert at.run.faults.so_far()[0] == {FaultKind.UNLIKE: 2}

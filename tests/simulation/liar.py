@@ -90,6 +90,7 @@ class Lies:
             weights=(1.0,) * count,
             machines=("",) * count,
             states=(b"",) * count,
+            averages=(b"",) * count,
             chunk_elements=1,
             starts=(0,) * count + (1,) if count else (),
             with_state=False,

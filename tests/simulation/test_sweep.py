@@ -147,6 +147,7 @@ def begin_of(tip: Tip, weights: dict[int, float], attempt: int = 1) -> Begin:
         weights=tuple(weights.values()),
         machines=nothing,
         states=tuple(b"" for _ in members),
+        averages=tuple(b"" for _ in members),
         chunk_elements=1,
         starts=(0,) * (len(members) + 1),
         with_state=False,

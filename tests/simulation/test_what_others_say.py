@@ -61,7 +61,8 @@ def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
             answer = handle(message)
             if isinstance(message, Digests):
                 assert isinstance(answer, Committed)
-                begin = msgspec.structs.replace(answer.begin, members=(), weights=(), machines=(), states=())
+                nothing = dict.fromkeys(("members", "weights", "machines", "states", "averages"), ())
+                begin = msgspec.structs.replace(answer.begin, **nothing)
                 return Committed(begin, answer.digests)
             return answer
 
@@ -191,6 +192,7 @@ async def lone_commit(trainers: list[Trainer], answer_after: float) -> tuple[Com
             weights=(50.0,),
             machines=("",),
             states=(b"",),
+            averages=(b"",),
             chunk_elements=1,
             starts=(0, ELEMENTS),
             with_state=False,

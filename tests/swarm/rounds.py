@@ -77,6 +77,7 @@ def begin_of(
         weights=tuple(weights) if weights is not None else tuple(float(m.contributes) for m in group),
         machines=("",) * len(group),
         states=(b"",) * len(group),
+        averages=(b"",) * len(group),
         chunk_elements=CHUNK,
         starts=divide(chunks, group),
         with_state=False,

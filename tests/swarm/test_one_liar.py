@@ -652,7 +652,7 @@ def test_no_round_counts_other_samples_of_a_member_than_it_brings() -> None:
     assert peer.participant.begin is not None
 
 
-@pytest.mark.parametrize("what", ["machines", "states"])
+@pytest.mark.parametrize("what", ["machines", "states", "averages"])
 def test_no_round_says_other_things_of_a_member_than_it_has_joined_with(what: str) -> None:
     """By what a coordinator says of the others' states, it could have each of them drop its step and download."""
     peer = peer_2()
@@ -662,13 +662,15 @@ def test_no_round_says_other_things_of_a_member_than_it_has_joined_with(what: st
         tip=TIP,
         machine="mine",
         state=digest("1"),
+        average=digest("3"),
     )
     peer.participant.offer(given)
     peer.participant.next_step(0.0)
     honest = begin_of(members(2, 3, 4), coordinator=4)
-    honest = msgspec.structs.replace(honest, machines=("mine", "", ""), states=(digest("1"), b"", b""))
-    other = {"machines": ("other", "", ""), "states": (digest("2"), b"", b"")}[what]
-    with pytest.raises(RuleBroken, match="another machine or state"):
+    said = {"machines": ("mine", "", ""), "states": (digest("1"), b"", b""), "averages": (digest("3"), b"", b"")}
+    honest = msgspec.structs.replace(honest, **said)
+    other = {"machines": ("other", "", ""), "states": (digest("2"), b"", b""), "averages": (b"",) * 3}[what]
+    with pytest.raises(RuleBroken, match="another machine, state or average"):
         peer.receive(key(4), signer(4).sign(msgspec.structs.replace(honest, **{what: other})), [], 0.0)
     higher = msgspec.structs.replace(honest, ballot=Ballot(2, key(4)))
     peer.receive(key(4), signer(4).sign(higher), [], 0.0)

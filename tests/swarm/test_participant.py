@@ -110,6 +110,7 @@ def test_a_round_that_it_has_joined_is_followed() -> None:
         ({"weights": (1.0, 1.0)}, {}, 1, "lists of unequal length"),
         ({"machines": ("",) * 4}, {}, 1, "lists of unequal length"),
         ({"states": ()}, {}, 1, "lists of unequal length"),
+        ({"averages": (b"",)}, {}, 1, "lists of unequal length"),
         ({"members": members(1, 3, 2)}, {}, 1, "members out of order"),
         ({"members": members(1, 2, 2)}, {}, 1, "members out of order"),
         ({"starts": (0, 2, 4)}, {}, 1, "a plan that does not divide the chunks"),

@@ -272,7 +272,7 @@ def check_repair(begin: Begin, repair: Repair) -> None:
 def check_begin(begin: Begin) -> None:
     """Raise RuleBroken, with the reason, if a BEGIN contradicts itself. Call this before any other use of a BEGIN."""
     keys, starts = [member.key for member in begin.members], list(begin.starts)
-    lengths = {len(keys), len(begin.weights), len(begin.machines), len(begin.states)}
+    lengths = {len(keys), len(begin.weights), len(begin.machines), len(begin.states), len(begin.averages)}
     require(bool(keys), "BEGIN without members")
     require(len(lengths) == 1, "BEGIN with lists of unequal length")
     require(keys == sorted(set(keys)), "BEGIN with members out of order")

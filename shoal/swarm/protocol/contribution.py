@@ -94,6 +94,8 @@ class Contribution:
         state: the digest of the local state, or b"".
         options: the options with which this peer would make the optimizer step that follows, encoded, or b"".
         loss: the mean loss of this peer's samples, or None.
+        average: the name of the average that this peer has from rounds before this one, or b"". A local step gives the
+            same bits where this is equal, too.
     """
 
     weight: float
@@ -107,6 +109,7 @@ class Contribution:
     state: bytes = b""
     options: bytes = b""
     loss: Loss | None = None
+    average: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

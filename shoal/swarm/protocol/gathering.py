@@ -456,6 +456,7 @@ class Gathering:
             weights=tuple(join.weight for join in joins),
             machines=tuple(join.machine for join in joins),
             states=tuple(join.state for join in joins),
+            averages=tuple(join.average for join in joins),
             chunk_elements=elements,
             starts=divide(
                 len(chunk_table(sizes, elements)),

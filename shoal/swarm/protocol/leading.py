@@ -440,7 +440,7 @@ class Leading:
         root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
         begin, kept = self.begin, tuple(member for member in view if member.key not in self.out)
         keys = tuple(member.key for member in begin.members)
-        commit = msg.Commit(self.tip, begin.round, root, sum(begin.weights), keys, kept, self.me)
+        commit = msg.Commit(self.tip, begin.round, root, self.rules.samples(begin), keys, kept, self.me)
         return self._commit(self.signer.sign(commit))
 
     def _commit(self, commit: msg.Commit) -> list[Send | Ask]:

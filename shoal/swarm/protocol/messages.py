@@ -45,7 +45,7 @@ from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "5"  # a term: peers with different messages are no members to each other, and the log says so
+PROTOCOL = "6"  # a term: peers with different messages are no members to each other, and the log says so
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -215,7 +215,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
         tip: the state that the sender is at.
         sender, terms: as in Hello.
         weight: the weight of the sender's input.
-        machine, state, options, loss: see `Contribution`.
+        machine, state, options, loss, average: see `Contribution`.
         attempt: the highest attempt that the sender has followed at this tip.
         patience: how many seconds the sender wants to wait for others.
         view: the fingerprint of the members that the sender knows; b"" if it has just exchanged them with the receiver.
@@ -234,6 +234,7 @@ class Join(msgspec.Struct, tag=5, array_like=True, frozen=True):
     options: StepOptions = b""
     rates: Rates = Rates()
     loss: Loss | None = None
+    average: MaybeDigest = b""
 
 
 class Joined(msgspec.Struct, tag=6, array_like=True, frozen=True):
@@ -259,7 +260,7 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
         tip: the state that the round starts from.
         ballot: the attempt, and the coordinator.
         members: the members, in the order in which parts are summed.
-        weights, machines, states: of each member, as in its JOIN.
+        weights, machines, states, averages: of each member, as in its JOIN.
         chunk_elements: the number of elements of a chunk.
         starts: member i reduces the chunks from `starts[i]` up to `starts[i + 1]`.
         with_state: whether the round also averages the members' states (`Rules.vector`).
@@ -277,6 +278,7 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
     weights: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     machines: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     states: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    averages: Annotated[tuple[MaybeDigest, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     chunk_elements: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK_ELEMENTS)]
     starts: Annotated[tuple[Start, ...], msgspec.Meta(max_length=MAX_MEMBERS + 1)]
     with_state: bool

@@ -238,6 +238,7 @@ class Participant:
             options=given.options,
             rates=self.given.rates,
             loss=given.loss,
+            average=given.average,
         )
         self.state, self.joined = State.JOINED, coordinator.key
         self.at.asked[coordinator.key] = None
@@ -313,8 +314,9 @@ class Participant:
             return
         counted = begin.weights[number]
         require(counted == given.weight, f"BEGIN counts {counted:g} samples of this peer, which brings others")
-        is_it = (begin.machines[number], begin.states[number]) == (given.machine, given.state)
-        require(is_it, "BEGIN has another machine or state of this peer than it has joined with")
+        said = (begin.machines[number], begin.states[number], begin.averages[number])
+        is_it = said == (given.machine, given.state, given.average)
+        require(is_it, "BEGIN has another machine, state or average of this peer than it has joined with")
         is_mean = begin.loss is None or given.loss is not None or not given.weight
         require(is_mean, "BEGIN has a loss, and this peer has joined without one")
 

@@ -373,7 +373,8 @@ class Peer:
         is_signed = sender == commit.coordinator or self._is_signed(commit, commit.coordinator)
         require(is_signed, "COMMIT without its coordinator's signature")
         ended = participant.begin_of(commit)
-        require(ended is None or commit.samples == sum(ended.weights), "COMMIT of other samples than its round has")
+        brought = commit.samples if ended is None else self.rules.samples(ended)
+        require(commit.samples == brought, "COMMIT of other samples than its round has")
         if self.keeps_state and not participant.holds(commit) and not self._is_credible(commit, now):
             return
         if begin is not None and begin.round != commit.round:

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from shoal.swarm.protocol.messages import Join
+from shoal.swarm.protocol.messages import Begin, Join
 from shoal.swarm.protocol.plan import CHUNK_ELEMENTS
 
 
@@ -44,6 +44,8 @@ class Rules:
         state_every: state is due in the rounds that end epochs number `state_every`, 2 * `state_every`, and so on,
             counted from 1.
         state_always: whether to average the state whenever it is due, even if all members hold the same.
+        brings_samples: whether the weights of a round are samples of the run. In the rounds of a strand they are not:
+            the run's own rounds bring them.
         wait_for_newcomers: the share of the run's time that rounds may wait for newcomers that load the state, see
             `Newcomers`; 0.0: none.
         options_fit: whether this peer can use the options of a JOIN for its own steps. If votes are equal, such options
@@ -70,6 +72,11 @@ class Rules:
     options_fit: Callable[[bytes], bool] = bool
     in_turn: tuple[tuple[int, ...], ...] = ()
     wait_for_newcomers: float = 0.0
+    brings_samples: bool = True
+
+    def samples(self, begin: Begin) -> float:
+        """The samples that a round brings to the state."""
+        return sum(begin.weights) if self.brings_samples else 0.0
 
     def target(self, epoch: int, members: int) -> float | None:
         """The number of samples of all members at which the round of that epoch is called; None if the first JOIN calls
@@ -99,10 +106,10 @@ class Rules:
         """
         if not self.may_average_state(epoch):
             return False
-        votes: dict[str, Counter[bytes]] = {}
+        votes: defaultdict[tuple[str, bytes], Counter[bytes]] = defaultdict(Counter)
         for join in joins:
             if join.state:
-                votes.setdefault(join.machine, Counter())[join.state] += 1
+                votes[join.machine, join.average][join.state] += 1
         usual = {max(count, key=lambda state: (count[state], state)) for count in votes.values()}
         return self.state_always or len(usual) > 1
 
