@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -55,9 +56,9 @@ def begins(monkeypatch: pytest.MonkeyPatch) -> list[Begin]:
     seen: list[Begin] = []
     original = Exchange.__init__
 
-    def init(self: Exchange, me: bytes, begin: Begin, *rest: object) -> None:
+    def init(self: Exchange, vectors: Any, me: bytes, begin: Begin, *rest: object) -> None:
         seen.append(begin)
-        original(self, me, begin, *rest)  # type: ignore[arg-type]
+        original(self, vectors, me, begin, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Exchange, "__init__", init)
     return seen
@@ -141,8 +142,9 @@ PEERS = textwrap.dedent(
         for control in [peer.step(wait=False) for peer in peers]:
             control.result(60.0)
     seconds = peers[0].last_round.allreduce_seconds
-    own = peers[0]._swarm._measured.rates(float("inf"), peers[0]._swarm._now()).own
-    begin = peers[0]._swarm.peer.participant._last.book.begin
+    swarm = peers[0]._engine.swarm
+    own = swarm._measured.rates(float("inf"), swarm._now()).own
+    begin = swarm.peer.participant._last.book.begin
     lengths = {m.key: stop - start for m, (start, stop) in zip(begin.members, pairwise(begin.starts))}
     print(round(own), lengths[peers[0].peer_id.key], begin.starts[-1], round(seconds, 2), flush=True)
     for each in [*peers, *reversed(dhts)]:
