@@ -9,9 +9,11 @@ What this room promises to `optim`:
 - A lost peer, in any role and at any moment, costs the time to notice the loss and the chunks that only it had.
 - A round excludes a peer that breaks the rules, tells it the reason, and continues with the others.
 
-Where to find what: `averager.py` and `control.py` have the public classes. `exchange.py` moves and sums the bytes of a
-round. `residual.py` implements error feedback for lossy codecs. `runs.py` has the runs that an averager joins for one
-round. `options.py` has the options that averagers compare when they meet. The protocol is in `shoal.swarm`.
+Where to find what: `averager.py` and `control.py` have the public classes. An averager has an engine (`engine.py`),
+which is in the run and takes steps through rounds. `exchange.py` moves and sums the bytes of a round. `residual.py`
+implements error feedback for lossy codecs. `runs.py` makes this peer's part in runs, and has those that an averager
+joins for one round. `options.py` has the options that averagers compare when they meet. The protocol is in
+`shoal.swarm`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The averager that users hold: it averages tensors with other peers that call `step`.
 
-A step waits until the step before it has ended, joins a round of the run, and joins another one if the round fails. If
-the averager has group bits, it joins the run that they name instead. The trainer's thread calls the public methods; the
-coroutines run on the reactor.
+It has an `Engine`, which makes the steps. The trainer's thread calls the public methods; the coroutines run on the
+reactor.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import msgspec
 import torch
 
-from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl, check_weight
-from shoal.averaging.exchange import Infos, Vector, compute_serially, encoded_bytes, exchange_of, plan_of
+from shoal.averaging.control import DEFAULT_TIMEOUT, Gathered, RoundReport, StepControl, check_weight
+from shoal.averaging.engine import NOT_STARTED, Attempt, Engine, Procedure
+from shoal.averaging.exchange import Infos, Vector, encoded_bytes, plan_of
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
 from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
@@ -31,16 +31,14 @@ from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import MADE_IN_INFERENCE, FlatBuffer, Layout, neutral
 from shoal.flat.allocation import memory_for
-from shoal.interrupts import check, finished, holding, result_of, unbroken
+from shoal.interrupts import check, holding, result_of
 from shoal.membership.holder import Source
 from shoal.p2p.identity import PeerID
-from shoal.swarm.directory import DHTDirectory, Directory
 from shoal.swarm.gates import admit_to
-from shoal.swarm.protocol.contribution import Contribution, Outcome, encode_gathered, told
-from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected
+from shoal.swarm.protocol.contribution import Outcome, encode_gathered
+from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
-from shoal.swarm.protocol.rates import Measured
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
@@ -53,13 +51,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
 
-DEFAULT_TIMEOUT = 60.0  # of a step, in seconds after its scheduled time
 REQUEST_TIMEOUT = 10.0
-HOLD_SECONDS = 1.0  # a result waits at least this long for the lock of the tensors
-RETRY_SECONDS = 0.05  # pause after a failed round, so that rounds that fail at once do not keep the reactor busy
 STATE_ROLES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER)
-NOT_STARTED = "this averager was not started, or was shut down"
-SHUT_DOWN = "the averager was shut down"
 
 
 class DecentralizedAverager:
@@ -188,8 +181,6 @@ class DecentralizedAverager:
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in averaged_tensors]
         if tensor_infos is not None and [(info.shape, info.dtype) for info in tensor_infos] != shapes:
             raise ValueError("tensor_infos must have one for each of averaged_tensors, of its shape and dtype")
-        if error_feedback is not None and type(self)._aggregate is not DecentralizedAverager._aggregate:
-            raise ValueError(f"error_feedback={error_feedback} has no effect on the rounds of a {type(self).__name__}")
         if error_feedback is not None and any(info.role in STATE_ROLES for info in tensor_infos or ()):
             raise ValueError(f"error_feedback={error_feedback} is for what is new in each round, not for a state")
         for index, (_, dtype) in enumerate(shapes):
@@ -202,7 +193,8 @@ class DecentralizedAverager:
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._compression = compression or NoCompression()
-        self._vector = self._make_vector(layout, tensor_infos, error_feedback)
+        codecs = plan_of(self._compression, layout, tensor_infos)
+        self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         self._rules = Rules(
             sizes=layout.sizes,
             matchmaking_time=min_matchmaking_time,
@@ -219,12 +211,12 @@ class DecentralizedAverager:
         self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
         self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
         self.state_sharing_priority, self.in_step = 0.0, False
-        self.last_round: RoundReport | None = None
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
-        self._memory = self._adopt()
+        self._memory = FlatBuffer.adopt(self._tensors)
+        self._vector.read_from(self._memory)
         names = [info.key if isinstance(info.key, str) else "" for info in tensor_infos or ()]
-        self._place = Place(  # `_make_swarm` sets the role
+        self._place = Place(  # `_average_by` sets the role
             bandwidth=bandwidth,
             chunk_timeout=next_chunk_timeout,
             sender_timeout=sender_timeout,
@@ -232,24 +224,12 @@ class DecentralizedAverager:
             request_timeout=self.request_timeout,
             tensors=[described("averaged_tensors", self._tensors, names)],
         )
-        self._starting: Future[None] | None = None  # from start to shutdown
-        self._start_task: asyncio.Task[None] | None = None
-        self._swarm: Swarm | None = None  # of the run, from start to shutdown
-        self._runs = Runs(self._make_swarm)
-        self._measured = Measured()  # shared by all of these runs
-        self._turn = asyncio.Lock()  # one step at a time: steps share the memory, and this peer's place in a round
-        self._joining: tuple[StepControl, Contribution, Swarm] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._state_compression = check_for_state("state_compression", state_compression or NoCompression())
         self._shares_state = allow_state_sharing
-        self._donor: StateDonor | None = None
+        self._average_by(self._one_round, layout.sizes)
+        self._share_by(self._snapshot)
         if start:
-            try:
-                self.run_in_background()
-                check()
-            except BaseException:  # Ctrl-C, too: nothing of it stays in the run
-                self.shutdown()
-                raise
+            self._start()
 
     # -- life
 
@@ -264,8 +244,7 @@ class DecentralizedAverager:
 
         With `await_ready`, it raises what `wait_until_ready` raises.
         """
-        if self._starting is None:
-            self._starting = self.dht.reactor.submit(self._start())
+        self._engine.start()
         if await_ready:
             self.wait_until_ready(timeout)
 
@@ -281,66 +260,55 @@ class DecentralizedAverager:
             TimeoutError: after `timeout`; the start continues.
             Exception: the error that ended the start. `run_in_background` may be called again.
         """
-        if (starting := self._starting) is None:
-            raise RuntimeError(NOT_STARTED)
-        if not finished(starting, timeout):
-            raise TimeoutError(f"the averager has not joined the run within {timeout:g} s")
+        self._engine.wait_until_ready(timeout)
+
+    def _start(self) -> None:
+        """Join the run, at the end of a constructor."""
         try:
-            starting.result()
-        except CancelledError:
-            raise RuntimeError(NOT_STARTED) from None
-        except BaseException:  # whatever ended the start
-            if self._starting is starting:
-                self._starting = None
+            self.run_in_background()
+            check()
+        except BaseException:  # Ctrl-C, too: nothing of it stays in the run
+            self.shutdown()
             raise
 
-    async def _start(self) -> None:
-        self._start_task = asyncio.current_task()
+    def _average_by(self, procedure: Procedure, sizes: tuple[int, ...], **agreed: str) -> None:
+        """Let steps average by that procedure. For constructors: call this before the start.
+
+        Args:
+            sizes: the sizes of the buffers that its first round averages.
+            agreed: the options of the procedure that must be equal on all peers.
+        """
+        self._agreed = agreed
+        rules = dataclasses.replace(self._rules, sizes=sizes)
+        terms, place = lambda: Terms(self.agreed_options(), self.schema_hash), self._place
+        self._runs = Runs(self.dht, rules, terms, lambda: dataclasses.replace(place, role=self.mode))
+        in_group = partial(self._in_group, procedure)
+        self._engine = Engine(self.dht, self._enter, in_group, self.lock_averaged_tensors)
+
+    def _share_by(self, take_snapshot: Callable[[Swarm], Awaitable[EncodedState]]) -> None:
+        """Let newcomers have the state of which that makes a snapshot. For constructors: call this before the start."""
+        self._take_snapshot = take_snapshot
+
+    def _enter(self, beside: contextlib.ExitStack) -> Swarm:
+        """Make this peer's part in the run. Others may ask for the state as soon as they meet this peer, so the donor
+        starts first."""
         self._check_role()
-        compute_serially()
-        swarm = self._make_swarm(self.prefix, self._directory(self.prefix), self._rules)
-        node, name, allow = self.dht.node, f"state/{self.prefix}", self.allow_state_sharing
-        # Others may ask for the state as soon as they meet this peer, so the donor starts first. The state may change
-        # at any time, so it has no name, and no snapshot is offered twice.
+        swarm = self._runs.swarm(self.prefix)
+        # The state may change at any time, so it has no name, and no snapshot is offered twice.
         snapshot, offered = partial(self._take_snapshot, swarm), lambda: Offer(self.state_sharing_priority)
-        self._donor = donor = StateDonor(node, name, snapshot, lambda: None, allow, swarm.gate, offered)
-        try:
-            await swarm.start(tip=self._first_tip())
-        except BaseException:  # cancelled, too
-            donor.close()
-            raise
-        self._swarm = swarm
-
-    def _directory(self, run_id: str) -> Directory:
-        """The directory that lists the members of the run of that name."""
-        return DHTDirectory(self.dht.dht_node, run_id)
-
-    def _make_vector(self, layout: Layout, infos: Infos | None, error_feedback: float | None) -> Vector:
-        """The vector that rounds average."""
-        return Vector(layout, plan_of(self._compression, layout, infos), error_feedback=error_feedback)
-
-    def _adopt(self) -> FlatBuffer:
-        """Move the tensors into flat memory, and return it."""
-        memory = FlatBuffer.adopt(self._tensors)
-        if memory.layout == self._vector.layout:  # on the host
-            self._vector.inputs = memory
-        return memory
-
-    def _make_swarm(self, run_id: str, directory: Directory, rules: Rules) -> Swarm:
-        """This peer's part in the run of that name."""
-        addresses = self.dht.dht_node.visible_addresses()
-        terms = Terms(self.agreed_options(), self.schema_hash)
-        place = dataclasses.replace(self._place, role=self.mode)
-        return Swarm(self.dht.node, addresses, directory, run_id, terms, rules, place, self._measured)
+        node, name, allow = self.dht.node, f"state/{self.prefix}", lambda: self.allow_state_sharing
+        beside.callback(StateDonor(node, name, snapshot, lambda: None, allow, swarm.gate, offered).close)
+        beside.callback(self._runs.forget)
+        return swarm
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as text that peers compare."""
         compression, group_size = term_of(self._compression.spec), str(self._rules.target_group)
-        return {"compression": compression, "target_group_size": group_size}
+        return {"compression": compression, "target_group_size": group_size, **self._agreed}
 
     def is_alive(self) -> bool:
         """Whether this averager has joined the run and was not shut down."""
-        return self._starting is not None and self._swarm is not None
+        return self._engine.is_alive()
 
     @holding
     def shutdown(self) -> None:
@@ -350,30 +318,7 @@ class DecentralizedAverager:
         Raises:
             TimeoutError: if the averager has not stopped within `shutdown_timeout`.
         """
-        starting, self._starting = self._starting, None
-        if starting is None:
-            return
-        starting.cancel()  # without effect on a start that is done
-        if not self.dht.is_alive():
-            self._swarm = None
-            return
-
-        async def stop() -> None:
-            swarm, self._swarm = self._swarm, None
-            if swarm is None:  # it was starting, and the start is cancelled
-                if self._start_task is not None:
-                    await asyncio.wait([self._start_task])
-                return
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._runs.forget()
-            swarm.stop()
-            if self._donor is not None:
-                self._donor.close()
-
-        with unbroken():
-            result_of(self.dht.reactor.submit(stop()), self.shutdown_timeout)
+        self._engine.shutdown(self.shutdown_timeout)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -416,8 +361,6 @@ class DecentralizedAverager:
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:
         self._shares_state = value
-        if self._donor is not None:
-            self._donor.allow = value
 
     @overload
     def get_group_bits(self, wait: Literal[True] = True) -> str: ...
@@ -543,8 +486,7 @@ class DecentralizedAverager:
         self.wait_until_ready()
         if wait and require_trigger:
             raise ValueError("require_trigger=True needs wait=False: a caller that waits can't call allow_allreduce()")
-        if weight is None:
-            weight = 0.0 if self.auxiliary else 1.0
+        weight = float(not self.auxiliary) if weight is None else weight
         if check_weight(weight) and self.auxiliary:
             raise ValueError(f"weight={weight!r}: an auxiliary averager contributes nothing")
         now = get_dht_time()
@@ -555,139 +497,38 @@ class DecentralizedAverager:
         control = StepControl(now + patience, now + timeout, allow_retries, weight, encode_gathered(gather))
         if not require_trigger:
             control.allow_allreduce()
-        control.attach(self._submit(self._step(control)), partial(self._reschedule, control))
+        self._engine.step(control, Swarm.catch_up if self.in_step else None)
         return result_of(control) if wait else control
 
     @property
     def got_on_at(self) -> float:
         """The time at which the round of the current step last made progress, in seconds of `time.monotonic`; minus
         infinity if no step is in a round."""
-        joining = self._joining
-        return joining[2].got_on_at if joining is not None else float("-inf")
+        return self._engine.got_on_at
 
-    async def _step(self, control: StepControl) -> Gathered:
-        timeout = control.get_timeout()
-        deadline = asyncio.get_running_loop().time() + timeout
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise AveragingError(f"no result within {timeout:.3g} s: the step before did not end") from None
-        hold = Hold(self.lock_averaged_tensors)
-        try:
-            outcome = await self._try(control, hold, deadline)
-        finally:
-            hold.release()
-            self._turn.release()
-        self.last_round = RoundReport.of(outcome)
-        return told(outcome)
+    @property
+    def last_round(self) -> RoundReport | None:
+        """The report of the last step that succeeded, or None."""
+        return self._engine.last_round
 
-    async def _try(self, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        """Join a round; if it fails, join another one as long as there is time."""
-        loop = asyncio.get_running_loop()
-        if self.in_step and self._swarm is not None:
-            control.tip = self._next_tip(self._swarm)
-        while True:
-            control.stage = AveragingStage.LOOKING_FOR_GROUP
-            try:
-                async with self._run_of_step() as swarm:
-                    outcome = await self._aggregate(swarm, control, hold, deadline)
-                if swarm is not self._swarm:
-                    self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
-                return outcome
-            except AveragingError as error:
-                final = self._is_final(error) or not control.allow_retries
-                if final or loop.time() >= deadline - 2 * RETRY_SECONDS:
-                    raise
-                log.debug("%r: %s: trying again", self.peer_id, error)
-            await asyncio.sleep(RETRY_SECONDS)
-
-    def _first_tip(self) -> Tip | None:
-        """The tip at which this peer starts in the run; None: the tip at which every run starts."""
-        return None
-
-    def _next_tip(self, swarm: Swarm) -> Tip:
-        """The tip from which the next round starts, if all members make their steps together."""
-        return swarm.catch_up()
-
-    def _is_final(self, error: AveragingError) -> bool:
-        """Whether another round would fail for the same reason."""
-        return isinstance(error, Rejected | Behind)
-
-    def _run_of_step(self) -> contextlib.AbstractAsyncContextManager[Swarm]:
-        """The run in which this peer averages: the run that its group bits name, if it has any."""
+    async def _in_group(self, procedure: Procedure, swarm: Swarm, attempt: Attempt) -> Outcome:
+        """Average in the run that the group bits name, if there are any."""
         self._runs.forget()
-        if self._swarm is None:
-            raise AveragingError(SHUT_DOWN)
         if not self._bits:
-            return contextlib.nullcontext(self._swarm)
-        name = f"{self.prefix}.0b{self._bits}"
-        return self._runs.joined(name, self._directory(name), self._rules)
-
-    async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
-        """Join a round of the run, and write its result to the tensors. Subclasses may average in another way."""
-        contribution = self._contribution(self._vector, control, hold, self._read)
-        outcome = await self._average(swarm, control, contribution, deadline)
-        await self._hold_until(deadline, control, hold)  # a peer that missed the round does not hold the tensors yet
-        if not self.auxiliary:
-            self._vector.settle(outcome)
-            self._write(self._vector.outputs)
+            return await procedure(swarm, attempt)
+        async with self._runs.joined(f"{self.prefix}.0b{self._bits}") as group:
+            outcome = await procedure(group, attempt)
+        self._bits = next_bits(self._bits, outcome.begin, self.peer_id.key, self._rules.target_group)
         return outcome
 
-    def _contribution(
-        self, vector: Vector, control: StepControl, hold: Hold, fill: Callable[[], Awaitable[None]]
-    ) -> Contribution:
-        """What this step brings to a round: the vector. `fill` writes its inputs. It runs after the user has allowed
-        the all-reduce, and only while this step has the lock of the tensors."""
-
-        async def prepare() -> None:
-            if not control.triggered:
-                control.stage = AveragingStage.AWAITING_TRIGGER
-                await control.wait_for_trigger()
-            if control.done():
-                raise asyncio.CancelledError  # a cancelled step brings nothing, even before the round has heard of it
-            control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
-            contribution.weight = 0.0 if self.auxiliary else control.weight
-            if await hold.take():
-                await fill()
-
-        opens, patience = (
-            partial(exchange_of, [vector], self.peer_id.key),
-            max(0.0, control.scheduled_time - get_dht_time()),
-        )
-        contribution = Contribution(control.weight, opens, patience, prepare, control.data_for_gather, tip=control.tip)
-        contribution.excused = lambda: not control.triggered
-        return contribution
-
-    async def _average(self, swarm: Swarm, control: StepControl, given: Contribution, deadline: float) -> Outcome:
-        self._joining = (control, given, swarm)
-        try:
-            return await swarm.average(given, deadline - asyncio.get_running_loop().time())
-        finally:
-            self._joining = None
-
-    def _reschedule(self, control: StepControl) -> None:
-        """The user has set another scheduled time for that step. May be called from any thread."""
-
-        def reschedule() -> None:
-            if self._joining is not None and self._joining[0] is control:
-                _, contribution, swarm = self._joining
-                contribution.patience = max(0.0, control.scheduled_time - get_dht_time())
-                swarm.rejoin()
-
-        if self.dht.is_alive():
-            self.dht.reactor.loop.call_soon_threadsafe(reschedule)
-
-    async def _hold_until(self, deadline: float, control: StepControl, hold: Hold) -> None:
-        """Take the lock of the tensors, to write the result of a round, unless the step was cancelled meanwhile."""
-        # With `in_step` a round that makes progress may last longer than the deadline.
-        try:
-            async with asyncio.timeout_at(max(deadline, asyncio.get_running_loop().time() + HOLD_SECONDS)):
-                await hold.take()
-        except TimeoutError:
-            raise AveragingError("there is a result, but the tensors are in use (`get_tensors`)") from None
-        if not control.claim():
-            raise asyncio.CancelledError
+    async def _one_round(self, swarm: Swarm, attempt: Attempt) -> Outcome:
+        """Average the vector in a round of the run, and write the result to the tensors."""
+        outcome = await attempt.average(swarm, self._vector, self._read)
+        await attempt.take_tensors()
+        if not self.auxiliary:
+            self._vector.settle(outcome)
+            self._write()
+        return outcome
 
     async def _read(self) -> None:
         """Copy the averaged tensors to the host, unless they are on the host."""
@@ -695,32 +536,13 @@ class DecentralizedAverager:
             for host, tensor in zip(self._vector.inputs.flat, self._memory.flat, strict=True):
                 host.copy_(tensor)
 
-    def _write(self, outputs: FlatBuffer) -> None:
-        for tensor, output in zip(self._memory.flat, outputs.flat, strict=True):
+    def _write(self) -> None:
+        """Set the averaged tensors to the average."""
+        for tensor, output in zip(self._memory.flat, self._vector.outputs.flat, strict=True):
             if self.averaging_alpha == 1:
                 tensor.copy_(output)
             else:
                 tensor.lerp_(output.to(tensor.device), self.averaging_alpha)
-
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the reactor. `shutdown` cancels it."""
-
-        async def run() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks.add(task)
-            try:
-                return await coroutine
-            except asyncio.CancelledError:
-                if self._swarm is None or not self.dht.is_alive():
-                    # If the user has cancelled the future, nobody retrieves this error, and asyncio would complain.
-                    task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
-                    raise AveragingError(SHUT_DOWN) from None
-                raise  # the user has cancelled the future
-            finally:
-                self._tasks.discard(task)
-
-        return self.dht.reactor.submit(run())
 
     # -- state
 
@@ -729,11 +551,11 @@ class DecentralizedAverager:
         """The state that other peers get from `load_state_from_peers`. Subclasses may override it.
 
         Returns:
-            (plain data, tensors, infos). The infos are None, or a `CompressionInfo` for each tensor, by which
+            (plain data, copies of tensors, infos). The infos are None, or a `CompressionInfo` for each tensor, by which
             `state_compression` may choose a codec. Subclasses may leave them out.
         """
         with self.get_tensors() as tensors:
-            copies = [tensor.detach().clone() for tensor in tensors]
+            copies = Copies.of(tensors)
         return {"group_key": self.get_group_bits()}, copies, self.tensor_infos
 
     @overload
@@ -759,7 +581,7 @@ class DecentralizedAverager:
             AveragingError: if peers share a state, but none could send it; if it can't be read; or if this averager is
                 not running.
         """
-        future = self._submit(self._load_state(60.0 if timeout is None else timeout))
+        future = self._engine.submit(self._load_state(60.0 if timeout is None else timeout))
         return result_of(future) if wait else future
 
     async def _load_state(self, timeout: float) -> State | None:
@@ -774,20 +596,16 @@ class DecentralizedAverager:
             raise AveragingError(f"the state that was downloaded can't be read: {error}") from error
 
     async def _download(self, timeout: float) -> Downloaded:
-        if self._swarm is None:
+        if (swarm := self._engine.swarm) is None:
             raise AveragingError(NOT_STARTED)
-        members = self._swarm.peer.view.connected()
+        members = swarm.peer.view.connected()
         donors = [m.peer for m in members if m.role is not Role.AUXILIARY and m.peer != self.peer_id]
         relayed = [m.peer for m in members if m.is_relayed]
         rng, name = random.Random(self.peer_id.key), f"state/{self.prefix}"
         return await download_state(self.dht.node, name, donors, timeout=timeout, rng=rng, relayed=relayed)
 
-    async def _take_snapshot(self, swarm: Swarm) -> EncodedState:
+    async def _snapshot(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:
-            if type(self).get_current_state is DecentralizedAverager.get_current_state:
-                with self.get_tensors() as mine:  # one copy instead of two
-                    data = {"group_key": self.get_group_bits()}
-                    return snapshot_of(swarm.tip, data, mine, self._state_compression, self.tensor_infos)
             data, tensors, *infos = self.get_current_state()
             return snapshot_of(swarm.tip, data, tensors, self._state_compression, *infos)
 
@@ -795,13 +613,31 @@ class DecentralizedAverager:
         return await asyncio.to_thread(lambda: encoded(take()))
 
 
+class Copies(tuple[torch.Tensor, ...]):
+    """Copies of tensors in flat memory, of which a snapshot needs no other copy.
+
+    Attributes:
+        memory: the flat memory, on the host.
+    """
+
+    memory: FlatBuffer
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Copies:
+        """Copy these tensors."""
+        memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
+        memory.copy_from(tensors)
+        copies = cls(memory.views())
+        copies.memory = memory
+        return copies
+
+
 def snapshot_of(
     tip: Tip, data: Any, tensors: Sequence[torch.Tensor], compression: Compression, infos: Infos | None = None
 ) -> Snapshot:
     """A snapshot of plain data and tensors, to be sent with that compression. `infos` are the names and roles of the
     tensors, or None."""
-    memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
-    memory.copy_from(tensors)
+    memory = (tensors if isinstance(tensors, Copies) else Copies.of(tensors)).memory
     layout = msgspec.msgpack.encode(memory.layout.to_wire())
     return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 Gathered = dict[PeerID, Any]
 
 MAX_WEIGHT = 1e15
+DEFAULT_TIMEOUT = 60.0  # of a step, in seconds after its scheduled time
 
 
 class AveragingStage(Enum):

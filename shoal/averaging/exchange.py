@@ -33,14 +33,12 @@ class Exchange:
     """One member's side of the all-reduce of one round.
 
     Args:
+        vectors: the vectors that the round averages, concatenated. Their inputs are only read; their outputs hold the
+            average when `book.complete`.
         me: the key of this member.
         begin: describes the round.
-        inputs: flat 1-D CPU tensors; they are only read.
-        outputs: tensors of the same sizes and dtypes; they hold the average when `book.complete`.
-        codecs: the codecs of all elements; equal at all members.
         send: sends a message with buffers to members.
         fault: called with the key of a member that broke a rule, and the reason.
-        residuals: for error feedback: the residual of each flat buffer, or None. Only `settle` changes them.
 
     Attributes:
         book: who owes which chunk to whom.
@@ -51,34 +49,30 @@ class Exchange:
         RuleBroken: if the plan of the round does not fit the vector.
     """
 
-    def __init__(
-        self,
-        me: bytes,
-        begin: Begin,
-        inputs: Flat,
-        outputs: Flat,
-        codecs: CodecPlan,
-        send: SendTo,
-        fault: Fault,
-        residuals: Sequence[Residual | None] = (),
-    ) -> None:
+    def __init__(self, vectors: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, fault: Fault) -> None:
+        self._inputs = [flat for vector in vectors for flat in vector.inputs.flat]
+        self._outputs = [flat for vector in vectors for flat in vector.outputs.flat]
         try:
-            chunks = chunk_table([tensor.numel() for tensor in inputs], begin.chunk_elements)
+            chunks = chunk_table([tensor.numel() for tensor in self._inputs], begin.chunk_elements)
         except ValueError as error:
             raise RuleBroken(str(error)) from error
         if begin.starts[-1] != len(chunks):
             raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
         self.book, self.progressed = Book(me, begin, chunks), 0
-        self._inputs, self._outputs = inputs, outputs
+        codecs = sum((vector.codecs for vector in vectors), CodecPlan((), 0))
         self._codecs = self._result_codecs = _codecs_of(codecs, chunks)
         if codecs.results is not codecs:
             self._result_codecs = _codecs_of(codecs.results, chunks)
+        residuals = [residual for vector in vectors for residual in vector.residuals]
         self._errors = Errors(residuals, self.book) if any(residuals) else None
         self._send, self._fault = send, fault
         self._started = False
         self._expected = Expected(Leases())  # output memory into which chunks are received directly
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
         self.encoded: dict[int, bytes] | None = None
+        if self._errors is not None:
+            for vector in vectors:
+                vector.opened(self._errors)
 
     def start(self, weight: float, leases: Leases) -> None:
         """Send the first parts, and reduce the chunks that are ready. Before this call the input is not read, and the
@@ -203,19 +197,6 @@ class Exchange:
         """Keep that payload for the redo log, if it is wanted and the payload differs from the chunk's own bytes."""
         if self.encoded is not None and payload.nbytes != self.chunk_bytes(chunk).nbytes:
             self.encoded[chunk] = bytes(payload)
-
-    def settle(self) -> None:
-        """Update the residuals: the round was committed, and its result is used. Does nothing without error feedback,
-        or when called again."""
-        if self._errors is not None:
-            self._errors.settle()
-            self._errors = None
-
-    def take_over(self, earlier: Exchange) -> None:
-        """Count what `earlier` has sent for the residuals. `earlier` is an exchange of the same round, which this peer
-        missed; this exchange fetches the result."""
-        if self._errors is not None and earlier._errors is not None:
-            self._errors.take_over(earlier._errors)
 
     def close(self) -> None:
         """Stop: chunks that still arrive are not written to the output."""
@@ -378,7 +359,7 @@ class Vector:
     ) -> None:
         self.layout, self.sizes, self.codecs, self._pinned = layout, layout.sizes, codecs, pinned
         self.error_feedback = check_error_feedback(error_feedback)
-        self._exchange: Exchange | None = None  # of the last round, with error feedback
+        self._errors: Errors | None = None  # of the last round, with error feedback
 
     @cached_property
     def inputs(self) -> FlatBuffer:
@@ -403,23 +384,29 @@ class Vector:
             for buffer in self.layout.buffers
         ]
 
+    def read_from(self, memory: FlatBuffer) -> None:
+        """Take that memory for the inputs, if it has the layout of the vector."""
+        if memory.layout == self.layout:
+            self.inputs = memory
+
     def use_local(self) -> None:
         """Take this peer's inputs as the average, because there was no round."""
         for output, mine in zip(self.outputs.flat, self.inputs.flat, strict=True):
             output.copy_(mine)
 
-    def opened(self, exchange: Exchange) -> None:
-        """An exchange of this vector has begun. It forgets the errors of the exchange before, unless that one was of
-        the same round, which this peer has missed."""
-        earlier, self._exchange = self._exchange, exchange if self.error_feedback is not None else None
-        if earlier is not None and earlier.book.begin.round == exchange.book.begin.round:
-            exchange.take_over(earlier)
+    def opened(self, errors: Errors) -> None:
+        """A round of this vector has begun, which leaves these errors. The vector forgets those of the round before,
+        unless it was the same round, which this peer has missed."""
+        if self.error_feedback is not None:
+            earlier, self._errors = self._errors, errors
+            if earlier is not None and earlier.round == errors.round:
+                errors.take_over(earlier)
 
     def settle(self, outcome: Outcome) -> None:
         """The result of that round is used. With error feedback, the errors of the round become the residual."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.book.begin.round == outcome.begin.round:
-            exchange.settle()
+        errors, self._errors = self._errors, None
+        if errors is not None and errors.round == outcome.begin.round:
+            errors.settle()
 
 
 def encoded_bytes(parts: Iterable[Vector]) -> float:
@@ -431,18 +418,6 @@ def encoded_bytes(parts: Iterable[Vector]) -> float:
             count, dtype = span.stop - span.start, part.layout.buffers[span.buffer].dtype
             nbytes, elements = nbytes + span.codec.encoded_nbytes(count, dtype), elements + count
     return nbytes / elements if elements else 4.0
-
-
-def exchange_of(parts: Sequence[Vector], me: bytes, begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-    """The exchange of a round that averages these vectors, concatenated."""
-    inputs = [flat for part in parts for flat in part.inputs.flat]
-    outputs = [flat for part in parts for flat in part.outputs.flat]
-    codecs = sum((part.codecs for part in parts), CodecPlan((), 0))
-    residuals = [residual for part in parts for residual in part.residuals]
-    exchange = Exchange(me, begin, inputs, outputs, codecs, send, fault, residuals)
-    for part in parts:
-        part.opened(exchange)
-    return exchange
 
 
 def plan_of(compression: Compression, layout: Layout, infos: Infos | None = None) -> CodecPlan:

@@ -63,10 +63,13 @@ class Errors:
     Args:
         residuals: the residual of each flat buffer; None for a buffer without error feedback.
         book: the book of the round.
+
+    Attributes:
+        round: the name of the round.
     """
 
     def __init__(self, residuals: Sequence[Residual | None], book: Book) -> None:
-        self._residuals, self._book = residuals, book
+        self._residuals, self._book, self.round = residuals, book, book.begin.round
         self._sent: dict[int, tuple[Tensor, dict[bytes, None]]] = {}  # by chunk: the error, and the receivers
         self._reduced: dict[int, tuple[Tensor, bytes]] = {}  # by chunk: the error, and the digest of the result
 
@@ -96,7 +99,8 @@ class Errors:
         self._book.parted |= earlier._book.parted
 
     def settle(self) -> None:
-        """The round was committed: its errors become the residuals."""
+        """The round was committed, and its result is used: its errors become the residuals, and are released. Calling
+        this again does nothing."""
         book = self._book
         for chunk, digest in enumerate(book.digests):
             if not self.keeps(chunk):
@@ -108,6 +112,8 @@ class Errors:
                 error = self._sent[chunk][0]
             if error is not None and is_finite(error):  # the reducer has left out a part with NaN or infinity
                 self._of(chunk)[1].copy_(error)
+        self._sent.clear()
+        self._reduced.clear()
 
     def _of(self, chunk: int) -> tuple[Residual, Tensor]:
         """The residual of the chunk's buffer, and its values in that chunk."""

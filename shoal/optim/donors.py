@@ -157,7 +157,7 @@ class Donors:
                 self._leave_gate = gate.enter(lambda key: None, lambda: None)
             for part in mine:
                 take = partial(copy, part)
-                self._donors.append(StateDonor(node, self._name(part), take, tip, allow, gate, offer, asked))
+                self._donors.append(StateDonor(node, self._name(part), take, tip, lambda: allow, gate, offer, asked))
 
         self._dht.submit(serve()).result()
 

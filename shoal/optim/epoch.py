@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from shoal.averaging.exchange import Exchange, Vector, exchange_of
+from shoal.averaging.exchange import Exchange, Vector
 from shoal.cluster.question import Question
 from shoal.cluster.team import Team
 from shoal.health.record import FaultKind
@@ -577,7 +577,7 @@ class Epoch:
         if begin.with_state and not rules.may_average_state(epoch):
             raise RuleBroken(f"BEGIN averages the state at the end of epoch {epoch}, where that is not due")
         parts: list[Vector] = [*self._rounds.vectors(epoch), *state.vectors(begin, rules)]
-        return exchange_of(parts, self._pilot.me, begin, send, fault)
+        return Exchange(parts, self._pilot.me, begin, send, fault)
 
     @torch.no_grad()
     def _step(self, ended: Ended) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from shoal.averaging.control import Hold, StepControl
+from shoal.averaging.engine import Attempt
 from shoal.averaging.exchange import Vector, plan_of
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, neutral
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.loads import hash_of
 from shoal.optim.settings import COUNT
-from shoal.swarm.directory import Directory
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Begin
@@ -74,6 +73,8 @@ class PowerSGDGradientAverager(GradientAverager):
         averaged_grads: Sequence[torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
+        if (beta := kwargs.get("error_feedback")) is not None:
+            raise ValueError(f"error_feedback={beta} has no effect on the rounds of a {type(self).__name__}")
         self.rank, self.min_compression_ratio = COUNT.check("averager_rank", averager_rank), min_compression_ratio
         super().__init__(
             parameters,
@@ -102,14 +103,10 @@ class PowerSGDGradientAverager(GradientAverager):
         layouts = [Layout.of(tensors).on("cpu") for tensors in (lefts, [*rights, *plain])]
         self._left, self._right = (Vector(layout, plan_of(self._compression, layout)) for layout in layouts)
         self._qs, self._errors = self._first()
-        self._rules = dataclasses.replace(self._rules, sizes=self._left.sizes)
+        agreed = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
+        self._average_by(self._two_rounds, self._left.sizes, **agreed)
         if start:
-            self.run_in_background()
-
-    def agreed_options(self) -> dict[str, str]:
-        """See `DecentralizedAverager`."""
-        own = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
-        return super().agreed_options() | own
+            self._start()
 
     @neutral
     def state_dict(self) -> dict[str, Any]:
@@ -155,12 +152,12 @@ class PowerSGDGradientAverager(GradientAverager):
 
     # -- a step
 
-    async def _aggregate(self, swarm: Swarm, control: StepControl, hold: Hold, deadline: float) -> Outcome:
+    async def _two_rounds(self, swarm: Swarm, attempt: Attempt) -> Outcome:
         async with contextlib.AsyncExitStack() as runs:
             step = _Step()
 
             async def begin_left() -> None:
-                begin, mine = swarm.peer.participant.begin, self._joining
+                begin, mine = swarm.peer.participant.begin, attempt.joined
                 if begin is None:
                     return
                 # Each member joins the second run before it sends its part in the first. So no member can end the first
@@ -171,39 +168,37 @@ class PowerSGDGradientAverager(GradientAverager):
                 if not self.auxiliary:
                     await self._read()
                     matrices, products = await asyncio.to_thread(self._lefts, self._common_qs(begin))
-                if mine is not None and self._joining is mine:  # otherwise that round is over
+                if mine is not None and attempt.joined is mine:  # otherwise that round is over
                     step.run, step.matrices = second, matrices
                     _copy(self._left.inputs.views(), products)
 
-            first = self._contribution(self._left, control, hold, begin_left)
-            first.state = b"" if self.auxiliary else hash_of(self._qs)
-            outcome = await self._average(swarm, control, first, deadline)
+            state = b"" if self.auxiliary else hash_of(self._qs)
+            outcome = await attempt.average(swarm, self._left, begin_left, state)
             if outcome.missed or step.run is None:
                 missed = "the first half of the step went on without this peer"
-                raise AveragingError(missed) if control.tip is None else Behind(missed)
+                raise AveragingError(missed) if attempt.control.tip is None else Behind(missed)
             if not self.auxiliary:
                 # Orthonormal bases of the column spaces. If columns depend on each other, QR adds other directions.
                 step.bases = await asyncio.to_thread(lambda: [torch.linalg.qr(p).Q for p in self._left.outputs.views()])
 
             async def begin_right() -> None:
-                mine = self._joining
+                mine = attempt.joined
                 products = await asyncio.to_thread(step.rights)
-                if mine is not None and self._joining is mine and not self.auxiliary:
+                if mine is not None and attempt.joined is mine and not self.auxiliary:
                     gradients = self._vector.inputs.views()
                     _copy(self._right.inputs.views(), [*products, *(gradients[index] for index in self._plain)])
 
-            second = self._contribution(self._right, control, hold, begin_right)
-            second.patience, second.tip = self.min_matchmaking_time, None
-            outcome = await self._average(step.run, control, second, deadline)
-            await self._hold_until(deadline, control, hold)
+            patience = self.min_matchmaking_time
+            outcome = await attempt.average(step.run, self._right, begin_right, patience=patience)
+            await attempt.take_tensors()
             if not self.auxiliary:
-                await self._finish(step, counted=control.weight > 0 and not outcome.missed)
+                await self._finish(step, counted=attempt.control.weight > 0 and not outcome.missed)
             return outcome
 
     def _second_run(self, begin: Begin) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run of the second round, whose members are those of the first."""
         rules = dataclasses.replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
-        return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", Directory(), rules, members=begin.members)
+        return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", rules, begin.members)
 
     def _common_qs(self, begin: Begin) -> Tensors:
         """The Qs of the last step, if all members have the same; otherwise new ones, which are equal at all members."""
@@ -237,7 +232,7 @@ class PowerSGDGradientAverager(GradientAverager):
         outputs = self._vector.outputs.views()
         for index, average in zip(self._compressed + self._plain, [*made, *plain], strict=True):
             outputs[index].copy_(average.view(outputs[index].shape))
-        self._write(self._vector.outputs)
+        self._write()
 
 
 @dataclass

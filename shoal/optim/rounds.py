@@ -12,8 +12,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.control import StepControl
+from shoal.averaging.engine import Engine
 from shoal.averaging.exchange import Vector
 from shoal.averaging.options import term_of
 from shoal.interrupts import any_finished
@@ -330,17 +330,16 @@ class StrandRounds(Rounds):
         if self._has_entered:
             return
         for averager in self._averagers:
-            if not averager.is_alive():
-                averager.run_in_background(await_ready=False)
+            averager.enter()
         for averager in self._averagers:
-            averager.wait_until_ready()
+            averager.engine.wait_until_ready()
         self._has_entered = True
 
     def leave(self) -> None:
         """See `Rounds`."""
         self._has_entered = False
         for averager in self._averagers:
-            averager.shutdown()  # which ends its round
+            averager.leave()  # which ends its round
         self._controls = None
 
     @property
@@ -354,7 +353,7 @@ class StrandRounds(Rounds):
         self._in_round, self.brought, self._began = strands, samples, self._so_far()
         averagers = [strand.averager for strand in strands]
         try:
-            self._controls = [averager.begin(samples) if averager.is_alive() else None for averager in averagers]
+            self._controls = [averager.begin(samples) if averager.engine.is_alive() else None for averager in averagers]
         except BaseException:  # Ctrl-C, too: the next try begins all of them
             self.leave()
             raise
@@ -363,10 +362,10 @@ class StrandRounds(Rounds):
         """See `Rounds`."""
         names = []
         for strand, control in zip(self._in_round, self._controls or [None] * len(self._in_round), strict=True):
-            found = None if control is None else average_of(strand.averager, control, timeout, ended)
+            found = None if control is None else average_of(strand.averager.engine, control, timeout, ended)
             if found is None:
                 strand.vector.use_local()
-                found = own_name(strand.averager.peer_id.key)
+                found = own_name(strand.averager.dht.peer_id.key)
             names.append(found)
         now, then = self._so_far(), self._began
         self.cost = Cost(now.sent - then.sent, now.received - then.received, now.seconds - then.seconds)
@@ -400,7 +399,7 @@ def own_name(key: bytes) -> bytes:
 
 
 def average_of(
-    averager: DecentralizedAverager, control: StepControl, timeout: float, ended: Future[None]
+    averager: GradientAverager | Engine, control: StepControl, timeout: float, ended: Future[None]
 ) -> bytes | None:
     """Wait for a round of gradients, which precedes the round of the run. If it fails, log a warning.
 

@@ -24,7 +24,9 @@ from shoal.optim.plain import plain_or
 from shoal.optim.trainable import check_dense, check_real, check_writable
 from shoal.optim.without_effect import WITHOUT_EFFECT
 from shoal.sharding.cut import cut_already
+from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.view import Role
+from shoal.swarm.swarm import Place
 
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 AnyOptimizer = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -292,6 +294,12 @@ class Settings:
     def sends_frozen(self) -> bool:
         """Whether frozen parameters are part of the state, which newcomers download."""
         return self.frozen_parameters == "send"
+
+    def place(self, tensors: Sequence[Tensors], *, keeps_state: bool, redo_bytes: int = 0) -> Place:
+        """The options of a run that this peer chooses for itself, see `Place`."""
+        given: dict[str, Any] = {name: self.averager_opts.get(name) for name in ("bandwidth", *PLACE_TIMES)}
+        given |= {"role": self.role, "chunk_timeout": self.next_chunk_timeout}
+        return Place(keeps_state=keeps_state, redo_bytes=redo_bytes, tensors=tensors, **given)
 
     def for_averager(self) -> dict[str, Any]:
         """The options of an averager of gradients, which averages as the optimizer itself would."""

@@ -70,7 +70,7 @@ class TrainingStateAverager(DecentralizedAverager):
         extra_tensors: tensors that are averaged and that newcomers get, too.
         status_loglevel: the level of the log lines about rounds.
         performance_ema_alpha: accepted without effect: this averager predicts nothing.
-        kwargs: the other arguments of `DecentralizedAverager`, among them `prefix` and `start`.
+        start, kwargs: the other arguments of `DecentralizedAverager`, among them `prefix`.
 
     Attributes:
         local_epoch: this peer's epoch; you may set it.
@@ -105,6 +105,7 @@ class TrainingStateAverager(DecentralizedAverager):
         average_opt_statistics: Sequence[str] = (),
         extra_tensors: Sequence[torch.Tensor] = (),
         status_loglevel: int = logging.DEBUG,
+        start: bool,
         **kwargs: Any,
     ) -> None:
         names = average_opt_statistics if isinstance(average_opt_statistics, str) else tuple(average_opt_statistics)
@@ -137,7 +138,10 @@ class TrainingStateAverager(DecentralizedAverager):
         averaged = tensors if reuse_tensors else [_host_copy(tensor) for tensor in tensors]
         self._infos = self._infos_of(averaged, parameter_names)
         kwargs.setdefault("tensor_infos", self._infos)
-        super().__init__(averaged, dht, **kwargs)
+        super().__init__(averaged, dht, start=False, **kwargs)
+        self._share_by(self._for_newcomer)
+        if start:
+            self._start()
 
     def _infos_of(self, averaged: Sequence[torch.Tensor], names: Sequence[str | int] | None) -> list[CompressionInfo]:
         """Name, role and kind of each averaged tensor: first the parameters, then the statistics (one name after the
@@ -436,7 +440,7 @@ class TrainingStateAverager(DecentralizedAverager):
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._own_tensors()]
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._infos
 
-    async def _take_snapshot(self, swarm: Swarm) -> EncodedState:
+    async def _for_newcomer(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:
             with self._still():
                 tip = Tip(self.local_epoch, Tip.genesis(self.prefix).lineage, float(self.local_epoch))
@@ -467,7 +471,7 @@ class TrainingStateAverager(DecentralizedAverager):
         if not wait:
             raise ValueError("wait=False: a state can't be written while its user goes on")
         self._settle(wait=True, apply=True)
-        downloaded = result_of(self._submit(self._download(LOAD_TIMEOUT if timeout is None else timeout)))
+        downloaded = result_of(self._engine.submit(self._download(LOAD_TIMEOUT if timeout is None else timeout)))
         epoch = downloaded.manifest.tip.epoch
         if epoch < self.local_epoch:
             log.warning("the others' state is of epoch %d, before this peer's %d: not taken", epoch, self.local_epoch)

@@ -16,19 +16,18 @@ from shoal.optim.frozen import described_frozen
 from shoal.optim.machine import EXACT
 from shoal.optim.rounds import Rounds
 from shoal.optim.run import Run
-from shoal.optim.settings import PLACE_TIMES, Settings
+from shoal.optim.settings import Settings
 from shoal.optim.state import State, names_of
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tensors import Tensors
 from shoal.swarm.protocol.view import Role
-from shoal.swarm.swarm import Place
 
 
 def make_run(settings: Settings, dht: DHT, state: State, rounds: Rounds) -> Run:
     """Make this peer's part in the run, not started."""
-    work, extras, given = rounds.work, state.extra_tensors, settings.averager_opts
+    work, extras = rounds.work, state.extra_tensors
     of_state = Layout.of(state.described) if state.is_divided else state.shared.layout
     schemas = [of_state.schema_hash, Layout.of(extras).schema_hash]
     agreed = state.agreed() | {"strands": "1"} | work.terms() | rounds.terms()
@@ -72,22 +71,16 @@ def make_run(settings: Settings, dht: DHT, state: State, rounds: Rounds) -> Run:
     )
     names = state.described_names
     trained = [name for name, tensor in zip(names, state.described, strict=False) if tensor.requires_grad]
-    place = Place(
-        role=settings.role,
-        bandwidth=given.get("bandwidth"),
-        chunk_timeout=settings.next_chunk_timeout,
-        **{name: given.get(name) for name in PLACE_TIMES},
-        keeps_state=settings.role is not Role.AUXILIARY,
-        # Beyond the bytes of a state, a newcomer is better off with a newer state. Nobody can replay rounds whose
-        # gradients were averaged elsewhere.
-        redo_bytes=0 if rounds.precede else state.usual_nbytes,
-        tensors=[
-            described("parameters", state.described, names),
-            described("trained parameters", state.described_trained, trained),
-            described("extra_tensors", extras),
-            *compared,
-        ],
-    )
+    tensors = [
+        described("parameters", state.described, names),
+        described("trained parameters", state.described_trained, trained),
+        described("extra_tensors", extras),
+        *compared,
+    ]
+    # Beyond the bytes of a state, a newcomer is better off with a newer state. Nobody can replay rounds whose gradients
+    # were averaged elsewhere.
+    redo_bytes = 0 if rounds.precede else state.usual_nbytes
+    place = settings.place(tensors, keeps_state=settings.role is not Role.AUXILIARY, redo_bytes=redo_bytes)
     return Run(dht, settings.run_id, Terms(agreed, blake3(b"".join(schemas)).digest()), rules, place)
 
 

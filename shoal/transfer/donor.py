@@ -139,13 +139,12 @@ class StateDonor:
             It may raise `Refused` with the reason why there is none now, or `Unsendable`, which a warning tells once.
         current_tip: returns the name of the state that `take_snapshot` would copy. If it returns None, the state has no
             name, and no snapshot is offered twice.
-        allow: whether to serve newcomers; True by default.
+        allow: returns whether to serve newcomers; by default they are served.
         gate: the gate of a closed run. Only members that may train get its state.
         offered: returns what to say of the state: its priority, and its lineages. By default it has neither.
         asked: called each time that a newcomer asks for the state or a chunk of it.
 
     Attributes:
-        allow: as given; may be changed.
         asked_at: when a newcomer last asked for the state or a chunk of it, on the loop's clock.
     """
 
@@ -155,12 +154,12 @@ class StateDonor:
         service_name: str,
         take_snapshot: Callable[[], Awaitable[EncodedState]],
         current_tip: Callable[[], Tip | None],
-        allow: bool = True,
+        allow: Callable[[], bool] = lambda: True,
         gate: Gate | None = None,
         offered: Callable[[], Offer] = Offer,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.allow, self._gate, self._offered, self._asked = allow, gate, offered, asked
+        self._allow, self._gate, self._offered, self._asked = allow, gate, offered, asked
         self.asked_at = float("-inf")
         self._node, self._service = node, transfer_service(service_name, gate)
         self._take_snapshot, self._current_tip = take_snapshot, current_tip
@@ -185,10 +184,10 @@ class StateDonor:
         self._asked()
         match message:
             case GetManifest():
-                return self._offer(peer, message.tip) if self.allow else Reply(Withheld())
-            case GetChunk() if self.allow:
+                return self._offer(peer, message.tip) if self._allow() else Reply(Withheld())
+            case GetChunk() if self._allow():
                 return self._chunk(message)
-        raise Refused("not a request" if self.allow else "this peer does not share its state")
+        raise Refused("not a request" if self._allow() else "this peer does not share its state")
 
     async def _offer(self, peer: PeerID, wanted: Tip | None) -> Reply:
         for other in self._held.values():  # a peer that asks for an offer again does not read the last one any more

@@ -68,7 +68,7 @@ class Inside:
         swarm = self.optimizer._run.swarm if self._strands == 1 else None
         while swarm is None:  # it is in the run of a strand once it trains
             await asyncio.sleep(0.02)
-            swarm = gradients.averagers[0]._swarm
+            swarm = gradients.averagers[0].engine.swarm
         self._swarm, self._channel, self.rules = swarm, swarm._channel, swarm.rules
         self._say, self._ask = self._channel.notify, self._channel.ask
         self.scale = attack.scale

@@ -32,9 +32,9 @@ def begins(monkeypatch: pytest.MonkeyPatch) -> list[Begin]:
     seen: list[Begin] = []
     original = Exchange.__init__
 
-    def init(self: Exchange, me: bytes, begin: Begin, *rest: Any) -> None:
+    def init(self: Exchange, vectors: Any, me: bytes, begin: Begin, *rest: Any) -> None:
         seen.append(begin)
-        original(self, me, begin, *rest)
+        original(self, vectors, me, begin, *rest)
 
     monkeypatch.setattr(Exchange, "__init__", init)
     return seen
@@ -108,14 +108,12 @@ def test_who_owes_too_long_is_left_out(kind: type, option: str, monkeypatch: pyt
     with averagers(tensors, **{**others, option: 3.0}) as peers:
         silent = peers[2].peer_id.key
 
-        def init(self: Exchange, me: bytes, *given: Any) -> None:
-            *rest, send, fault, residuals = given
-
+        def init(self: Exchange, vectors: Any, me: bytes, begin: Begin, send: Any, fault: Any) -> None:
             def keeping(keys: Any, message: Any, buffers: Any, name: bytes) -> None:
                 if not (me == silent and isinstance(message, kind)):
                     send(keys, message, buffers, name)
 
-            original(self, me, *rest, keeping, fault, residuals)  # type: ignore[call-arg]
+            original(self, vectors, me, begin, keeping, fault)
 
         monkeypatch.setattr(Exchange, "__init__", init)
         began = time.monotonic()

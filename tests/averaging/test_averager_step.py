@@ -47,7 +47,7 @@ def test_rounds_that_fail_at_once_are_not_tried_without_pause(monkeypatch: pytes
             tried.append(args)
             raise shoal.AveragingError("no")
 
-        monkeypatch.setattr(peer._swarm, "average", fails)
+        monkeypatch.setattr(peer._engine.swarm, "average", fails)
         with pytest.raises(shoal.AveragingError, match="no"):
             peer.step(timeout=2.0, scheduled_time=shoal.get_dht_time())
         assert 2 <= len(tried) <= 45
@@ -74,10 +74,10 @@ def test_who_gathers_garbage_is_refused_and_the_others_go_on() -> None:
         now = shoal.get_dht_time()
         garbage = StepControl(now + 2.0, now + 20.0, data_for_gather=b"\xc1")
         garbage.allow_allreduce()
-        bad = peers[2]._submit(peers[2]._step(garbage))
+        peers[2]._engine.step(garbage, None)
         futures = [peer.step(gather=number, wait=False, timeout=60.0) for number, peer in enumerate(peers[:2])]
         with pytest.raises(shoal.AveragingError, match="not plain data"):
-            bad.result(60.0)
+            garbage.result(60.0)
         assert all(sorted(future.result(60.0).values()) == [0, 1] for future in futures)
 
 
@@ -109,7 +109,7 @@ def test_a_step_that_is_interrupted_by_a_shutdown_says_so(what: str) -> None:
         future = peer.step(wait=False, timeout=100.0)
 
         def shut_down_when_both_are_under_way() -> None:
-            while len(peer._tasks) < 2:
+            while len(peer._engine._tasks) < 2:
                 time.sleep(0.01)
             (peer if what == "averager" else peer.dht).shutdown()
 

@@ -134,10 +134,11 @@ def test_a_step_that_is_cancelled_and_shut_down_at_once_leaves_no_complaint(capl
     with averagers(filled(0.0, 1.0), min_matchmaking_time=20.0) as peers:
         control = peers[0].step(wait=False)
         wait_until(lambda: control.stage is AveragingStage.LOOKING_FOR_GROUP)
-        swarm, peers[0]._swarm = peers[0]._swarm, None  # as `shutdown` begins
+        engine = peers[0]._engine
+        swarm, engine.swarm = engine.swarm, None  # as `shutdown` begins
         assert control.cancel()
-        wait_until(lambda: not peers[0]._tasks)
-        peers[0]._swarm = swarm
+        wait_until(lambda: not engine._tasks)
+        engine.swarm = swarm
         peers[0].dht.reactor.submit(asyncio.sleep(0)).result(60.0)  # the loop lets go of the task
         gc.collect()
     assert not caplog.records

@@ -226,7 +226,7 @@ def test_no_memory_is_taken_without_feedback() -> None:
     with made as peers:
         Rounds(peers, tensors, [1.0, 1.0]).one()
         assert peers[0]._vector.residuals == [None]
-        assert peers[0]._vector._exchange is None
+        assert peers[0]._vector._errors is None
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

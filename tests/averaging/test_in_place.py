@@ -22,6 +22,7 @@ from shoal.swarm.protocol.plan import SMALLEST_CHUNK
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import View
+from tests.averaging.given import given
 from tests.codecs import codecs_of
 from tests.swarm.rounds import TERMS, begin_of, key, member, members, signer
 
@@ -39,7 +40,7 @@ def opened(codec: Codec | None = None) -> tuple[Exchange, Begin, torch.Tensor]:
     """The exchange of member 1 of two, of whom each reduces two chunks; and its output."""
     begin = begin_of(members(1, 2), chunks=CHUNKS)
     vector, output = torch.ones(CHUNKS * begin.chunk_elements), torch.zeros(CHUNKS * begin.chunk_elements)
-    exchange = Exchange(key(1), begin, [vector], [output], codecs_of([vector], codec), Sent(), lambda *_: None)
+    exchange = Exchange(given(vector, output, codecs_of([vector], codec)), key(1), begin, Sent(), lambda *_: None)
     return exchange, begin, output
 
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,9 @@ def begins(monkeypatch: pytest.MonkeyPatch) -> list[Begin]:
     seen: list[Begin] = []
     original = Exchange.__init__
 
-    def init(self: Exchange, me: bytes, begin: Begin, *rest: object) -> None:
+    def init(self: Exchange, vectors: Any, me: bytes, begin: Begin, *rest: object) -> None:
         seen.append(begin)
-        original(self, me, begin, *rest)  # type: ignore[arg-type]
+        original(self, vectors, me, begin, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Exchange, "__init__", init)
     return seen
@@ -149,9 +150,10 @@ PEERS = textwrap.dedent(
     for _ in range(int(rounds)):
         for control in [peer.step(wait=False) for peer in peers]:
             control.result(60.0)
-    measured = peers[0]._swarm._measured
-    own = measured.rates(float("inf"), peers[0]._swarm._now()).own
-    begin = peers[0]._swarm.peer.participant._last.book.begin
+    swarm = peers[0]._engine.swarm
+    measured = swarm._measured
+    own = measured.rates(float("inf"), swarm._now()).own
+    begin = swarm.peer.participant._last.book.begin
     lengths = {m.key: stop - start for m, (start, stop) in zip(begin.members, pairwise(begin.starts))}
     print(json.dumps([own, lengths[peers[0].peer_id.key], begin.starts[-1], given[measured]]), flush=True)
     for each in [*peers, *reversed(dhts)]:

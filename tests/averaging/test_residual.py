@@ -8,7 +8,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from shoal.averaging.exchange import Exchange, Vector, exchange_of
+from shoal.averaging.exchange import Exchange, Vector
 from shoal.averaging.residual import Residual
 from shoal.compression import Blockwise4Bit, Codec, CodecPlan, NoCompression, TopK
 from shoal.flat import Layout, bytes_of
@@ -17,6 +17,7 @@ from shoal.swarm.protocol.book import RuleBroken
 from shoal.swarm.protocol.contribution import Outcome
 from shoal.swarm.protocol.messages import Commit, Part, Repair, Result, Source
 from shoal.swarm.protocol.tip import Ballot
+from tests.averaging.given import given
 from tests.codecs import codecs_of
 from tests.swarm.rounds import CHUNK, begin_of, key, members
 
@@ -44,9 +45,9 @@ class OneMember:
         self.faults: list[tuple[bytes, str]] = []
         self.sent: list[tuple[Sequence[bytes], Part | Result, Sequence[memoryview]]] = []
         self.exchange = Exchange(
-            key(1), self.begin, [self.inputs[1]], [self.output], plan,
+            given(self.inputs[1], self.output, plan, [self.residual]), key(1), self.begin,
             lambda keys, message, buffers=(), name=b"": self.sent.append((keys, message, buffers)),
-            lambda member, reason: self.faults.append((member, reason)), [self.residual],
+            lambda member, reason: self.faults.append((member, reason)),
         )  # fmt: skip
         self._attempt, self._weight = 1, weight
 
@@ -99,9 +100,10 @@ class OneMember:
     def owes(self, chunk: int) -> torch.Tensor:
         assert torch.equal(self.residual.values, self.before), "something has changed before COMMIT"
         assert self.exchange.book.complete
-        self.exchange.settle()
+        assert self.exchange._errors is not None
+        self.exchange._errors.settle()
         after = self.residual.values.clone()
-        self.exchange.settle()
+        self.exchange._errors.settle()
         assert torch.equal(self.residual.values, after)
         return self.of(after, chunk)
 
@@ -200,9 +202,9 @@ def test_who_misses_commit_and_fetches_the_result_owes_what_it_has_sent(same_rou
     (residual,) = vector.residuals
     assert residual is not None
     residual.values.copy_(one.before)
-    exchange_of([vector], key(1), one.begin, lambda *_: None, lambda *_: None).start(2.0, Leases())
+    Exchange([vector], key(1), one.begin, lambda *_: None, lambda *_: None).start(2.0, Leases())
     begin = one.begin if same_round else begin_of(members(1, 2, 3), chunks=3, weights=[4.0, 1.0, 5.0])
-    again = exchange_of([vector], key(1), begin, lambda *_: None, lambda *_: None)
+    again = Exchange([vector], key(1), begin, lambda *_: None, lambda *_: None)
     for chunk in range(3):
         data = bytes_of(torch.full((CHUNK,), float(chunk)))
         again.fetched(chunk, blake3(data).digest(), data)

@@ -62,7 +62,7 @@ def main() -> None:
     for name in {"compression", "state_compression"} & set(given):
         given[name] = compression_by_spec(given[name])
     averager = shoal.DecentralizedAverager([tensor], dht, start=True, **given)
-    swarm = averager._swarm
+    swarm = averager._engine.swarm
     assert swarm is not None
     commits: list[list[str]] = []  # of each: the tip that it was made from, and the digest
     advance = swarm.peer.participant.advance
@@ -80,11 +80,11 @@ def main() -> None:
                 die_when(command["where"], command["number"])
                 say(ok=True)
             case "coordinator":
-                swarm = averager._swarm
+                swarm = averager._engine.swarm
                 assert swarm is not None
                 say(coordinator=str(swarm.peer.participant.coordinator().peer))
             case "members":  # until it is connected to so many, itself included
-                swarm = averager._swarm
+                swarm = averager._engine.swarm
                 assert swarm is not None
                 deadline = time.monotonic() + command["seconds"]
                 started = time.monotonic()
@@ -94,7 +94,7 @@ def main() -> None:
                     time.sleep(0.02)
                 say(members=sorted(str(member.peer) for member in found), seconds=time.monotonic() - started)
             case "forget":
-                swarm = averager._swarm
+                swarm = averager._engine.swarm
                 assert swarm is not None
 
                 async def forget(swarm: Any = swarm, keys: Any = command["peers"]) -> None:

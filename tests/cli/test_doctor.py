@@ -79,15 +79,15 @@ def test_a_port_that_is_taken_stops_it() -> None:
 def test_a_peer_and_its_run(dht: shoal.DHT) -> None:
     (address,) = dht.get_visible_maddrs()
     averager = shoal.DecentralizedAverager([], dht, start=True, prefix="r")
-    assert averager._swarm is not None
+    assert averager._engine.swarm is not None
     code, found = doctor(str(address), "--run", "r")
     assert code == 0
     assert list(found) == [*MACHINE, "peer", "line", "clock", "run", "terms"]
     assert {one["level"] for name, one in found.items() if name not in MACHINE} == {"well"}
     assert found["line"]["facts"]["bits_per_second"] > 1e6
     assert found["run"]["facts"]["members"] == [{"peer": str(dht.peer_id), "role": "node", "answer": "hello"}]
-    assert found["terms"]["facts"]["options"] == averager._swarm.peer.terms.options
-    assert averager._swarm.peer.view.others() == [], "it has joined nothing"
+    assert found["terms"]["facts"]["options"] == averager._engine.swarm.peer.terms.options
+    assert averager._engine.swarm.peer.view.others() == [], "it has joined nothing"
     averager.shutdown()
 
 
@@ -101,8 +101,8 @@ def test_members_that_do_not_go_by_the_same_terms(dht: shoal.DHT) -> None:
     with shoal.DHT(dht.get_visible_maddrs(), start=True) as other:
         one = shoal.DecentralizedAverager([], dht, start=True, prefix="r")
         two = shoal.DecentralizedAverager([], other, start=True, prefix="r")
-        assert two._swarm is not None
-        two._swarm.peer.terms = Terms({"target_batch_size": "3"}, two._swarm.peer.terms.schema)
+        assert two._engine.swarm is not None
+        two._engine.swarm.peer.terms = Terms({"target_batch_size": "3"}, two._engine.swarm.peer.terms.schema)
         found = of(look(dht.get_visible_maddrs()[0], "r"), "terms")
         assert found.level is Level.MIND
         assert "not all members agree" in found.found
@@ -126,8 +126,8 @@ def test_what_others_say_gives_no_orders_to_a_terminal_or_to_who_reads_it() -> N
 
 def test_a_member_that_is_gone_is_named(dht: shoal.DHT) -> None:
     averager = shoal.DecentralizedAverager([], dht, start=True, prefix="r")
-    assert averager._swarm is not None
-    dht.node.stop_serving(averager._swarm.service)
+    assert averager._engine.swarm is not None
+    dht.node.stop_serving(averager._engine.swarm.service)
     found = of(look(dht.get_visible_maddrs()[0], "r"), "run")
     assert found.level is Level.STOPS
     assert str(dht.peer_id) in found.found

@@ -104,8 +104,9 @@ class StrandAverager:
 
     def __init__(self, board: Board, peer: int, strand: int, vector: Vector, pace: Pace) -> None:
         self._board, self._peer, self._strand, self._vector, self._pace = board, peer, strand, vector, pace
-        self.peer_id = SimpleNamespace(key=KEYS[peer])
-        self.dht = SimpleNamespace(node=SimpleNamespace(bytes_sent=0, bytes_received=0))
+        self.engine = self
+        node = SimpleNamespace(bytes_sent=0, bytes_received=0)
+        self.dht = SimpleNamespace(node=node, peer_id=SimpleNamespace(key=KEYS[peer]))
         self.got_on_at, self.runs, self.rounds = 0.0, False, 0
         self.last_round: Any = None
         self.under_way: list[Future[Any]] = []
@@ -114,13 +115,13 @@ class StrandAverager:
     def is_alive(self) -> bool:
         return self.runs
 
-    def run_in_background(self, await_ready: bool = True) -> None:
+    def enter(self) -> None:
         self.runs = True
 
     def wait_until_ready(self) -> None:
         self._pace.delay()
 
-    def shutdown(self) -> None:
+    def leave(self) -> None:
         self.runs = False
         for each in self.under_way:
             each.cancel()

@@ -221,6 +221,6 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused(started: shoal.DHT) 
         make(started, optimizer=torch.optim.LBFGS(make_model().parameters()), params=None)
     with pytest.raises(ValueError, match=says):
         shoal.TrainingStateAverager(
-            dht=started, prefix="lbfgs", optimizer=torch.optim.LBFGS, params=make_model().parameters()
+            dht=started, prefix="lbfgs", start=False, optimizer=torch.optim.LBFGS, params=make_model().parameters()
         )
     assert threading.enumerate() == before

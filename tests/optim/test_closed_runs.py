@@ -268,8 +268,8 @@ def test_a_record_in_the_dht_without_a_membership_lists_nobody(club: Club) -> No
             assert not _stored(other, club, msgspec.msgpack.encode(record)), "a node of the DHT keeps it"
         for record in ((me, club.admit(outsider[1], Part.WATCH)), (me, club.admit(outsider[1], ago=2 * 86400.0))):
             assert _stored(other, club, msgspec.msgpack.encode(record))
-            assert averager._swarm is not None
-            listed = dht.reactor.submit(averager._swarm.contacts._directory.read()).result()
+            assert averager._engine.swarm is not None
+            listed = dht.reactor.submit(averager._engine.swarm.contacts._directory.read()).result()
             assert [found.peer for found in listed] == [member[1]]
         # What nobody has signed, and another owner's words, are kept by no node.
         assert not other.store(f"{club.run_id}/members", b"x", get_dht_time() + 60)

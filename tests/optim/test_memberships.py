@@ -94,7 +94,7 @@ def test_who_expires_is_put_out_and_told_how_to_renew(
         steps = [one.step(wait=False) for one in (first, second)]
         assert all(len(step.result(20.0)) == 2 for step in steps)
         wait_until(lambda: not club.gate(stays).admits(ends.peer_id.key), 20.0)
-        swarm = first._swarm
+        swarm = first._engine.swarm
         assert swarm is not None
         wait_until(lambda: ends.peer_id.key not in swarm.peer.view.members, 5.0)
         with pytest.raises(shoal.AveragingError):
@@ -176,7 +176,7 @@ def test_who_expires_is_put_out_though_a_function_of_this_peers_user_never_retur
         steps = [one.step(wait=False) for one in (first, second)]
         assert all(len(step.result(20.0)) == 2 for step in steps)
         wait_until(lambda: len(asked) > 1, 5.0)
-        swarm = first._swarm
+        swarm = first._engine.swarm
         assert swarm is not None
         wait_until(lambda: ends.peer_id.key not in swarm.peer.view.members, 15.0)
     finally:
@@ -199,7 +199,7 @@ def test_a_revoked_member_is_lost_to_all_at_once(club: Club, pair: tuple[shoal.D
 
         stays.reactor.submit(hear()).result()
         assert not gate.admits(out.peer_id.key)
-        swarm = first._swarm
+        swarm = first._engine.swarm
         assert swarm is not None
         assert out.peer_id.key not in swarm.peer.view.members
         assert not gate.learn(club.admit(out.peer_id, Part.TRAIN, ago=1.0), out.peer_id.key)

@@ -29,7 +29,8 @@ class Averager:
     """Stands in for a rank's averager. The test says how each of its rounds ends: with its digest, or an error."""
 
     def __init__(self, key: bytes = KEY) -> None:
-        self.peer_id, self.dht = SimpleNamespace(key=key), SimpleNamespace(node=SimpleNamespace())
+        self.peer_id, self.engine = SimpleNamespace(key=key), self
+        self.dht = SimpleNamespace(node=SimpleNamespace(), peer_id=self.peer_id)
         self.dht.node.bytes_sent = self.dht.node.bytes_received = 0
         self.runs, self.joined, self.waited, self.got_on_at = False, 0, 0, 0.0
         self.controls: list[Future[Any]] = []
@@ -49,6 +50,12 @@ class Averager:
         self.runs = False
         for control in self.controls:
             control.cancel()
+
+    def enter(self) -> None:
+        if not self.runs:
+            self.run_in_background()
+
+    leave = shutdown
 
     def begin(self, weight: float) -> Future[Any]:
         self.weights.append(weight)

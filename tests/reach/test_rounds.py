@@ -71,9 +71,9 @@ def test_a_round_of_a_relay_and_two_peers_that_it_leads_to_each_other() -> None:
             time.sleep(0.05)
         time.sleep(1.5)  # members look once a second how they are reached
         for averager in averagers[1:]:
-            assert averager._swarm is not None
-            assert averager._swarm.me.addresses, "where it is reached when the relay is back"
-            assert averager._swarm.me.is_relayed, "nobody else can dial it"
+            assert averager._engine.swarm is not None
+            assert averager._engine.swarm.me.addresses, "where it is reached when the relay is back"
+            assert averager._engine.swarm.me.is_relayed, "nobody else can dial it"
 
 
 @pytest.mark.usefixtures("unreached")
@@ -112,7 +112,7 @@ def test_who_has_lost_its_relay_is_not_taken_for_one_that_is_reached_directly() 
 
     with shoal.DHT(start=True, relay=True) as relay, shoal.DHT(relay.get_visible_maddrs(), start=True) as relayed:
         averager = shoal.DecentralizedAverager([torch.zeros(1)], relayed, prefix="run", start=True)
-        swarm = averager._swarm
+        swarm = averager._engine.swarm
         assert swarm is not None
         before = swarm.me
         assert before.is_relayed

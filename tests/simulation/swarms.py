@@ -27,6 +27,7 @@ from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Reach, Role
 from shoal.swarm.swarm import Place, Swarm
+from tests.averaging.given import given
 from tests.codecs import codecs_of
 
 SCHEMA = bytes(32)
@@ -109,8 +110,8 @@ class Peer:
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
             codecs = self.codecs or codecs_of([self.vector])
-            vectors = [self.vector], [self.output]
-            self.exchange = Exchange(self.key, begin, *vectors, codecs, send, fault, [self.residual])
+            vectors = given(self.vector, self.output, codecs, [self.residual])
+            self.exchange = Exchange(vectors, self.key, begin, send, fault)
             return self.exchange
 
         if weight is None:

@@ -65,7 +65,8 @@ def test_a_kill_at_any_moment_leaves_the_right_residuals(seed: int, parts: Codec
         before = []
         for peer in peers:
             assert peer.exchange is not None
-            peer.exchange.settle()
+            assert peer.exchange._errors is not None
+            peer.exchange._errors.settle()
             assert peer.residual is not None
             before.append(peer.residual.values.clone())
         weights = [world.rng.choice([0.5, 1.0, 2.0]) for _ in peers]
@@ -80,7 +81,8 @@ def test_a_kill_at_any_moment_leaves_the_right_residuals(seed: int, parts: Codec
             assert peer.residual is not None
             assert torch.equal(peer.residual.values, before[number]), "it has changed before COMMIT was used"
             assert peer.exchange is not None
-            peer.exchange.settle()
+            assert peer.exchange._errors is not None
+            peer.exchange._errors.settle()
         brought = [peer.vector + residual for peer, residual in zip(peers, before, strict=True)]
         survivor = peers[alive[0]]
         assert survivor.exchange is not None

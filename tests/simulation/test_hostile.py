@@ -39,6 +39,7 @@ from shoal.swarm.protocol.messages import (
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member, Role
+from tests.averaging.given import given
 from tests.codecs import codecs_of
 from tests.simulation.swarms import TERMS, Board, Peer, mean, results_by_tip, spawn_peer, spawn_swarm
 from tests.swarm.rounds import join_of
@@ -271,9 +272,8 @@ def test_chunks_that_do_not_belong_there_cost_nobody_else(
         others = [peer for peer in peers if peer is not rogue]
 
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
-            exchange = Exchange(
-                rogue.key, begin, [rogue.vector], [rogue.output], codecs_of([rogue.vector]), send, fault
-            )  # fmt: skip
+            vectors = given(rogue.vector, rogue.output, codecs_of([rogue.vector]))
+            exchange = Exchange(vectors, rogue.key, begin, send, fault)
             sabotage(exchange, begin, send)
             return exchange
 

@@ -24,6 +24,7 @@ from shoal.swarm.protocol.tip import Tip
 from shoal.transfer.donor import EncodedState, Offer, Snapshot, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from shoal.transfer.transfer import download_state
+from tests.averaging.given import given
 from tests.codecs import codecs_of
 from tests.simulation.history import Batch, History
 from tests.simulation.swarms import Peer
@@ -154,7 +155,7 @@ class Trainer:
         def open_exchange(begin: Begin, send: SendTo, fault: Fault) -> Exchange:
             if self.history is not None and not peer.swarm.missed:  # else it only fetches the result of that round
                 self.history.contributes(self, begin, samples)
-            return Exchange(peer.key, begin, [peer.vector], [peer.output], codecs_of([peer.vector]), send, fault)
+            return Exchange(given(peer.vector, peer.output, codecs_of([peer.vector])), peer.key, begin, send, fault)
 
         outcome = await peer.swarm.average(Contribution(samples, open_exchange, tip=self.tip), patience)
         self.outcomes.append(outcome)
