@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
@@ -313,12 +315,13 @@ class Contacts:
             await self._greet(peer)
 
     async def _greet(self, peer: PeerID) -> None:
+        said = self._view.said(peer.key)
         try:
             hello = await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT)
             if self._stopped:  # that peer may have received HELLO after LEAVE, or no LEAVE at all
                 self._channel.notify([peer.key], msg.Leave())
                 return
-            self.on_hello(peer, hello)
+            self.on_hello(peer, replace(hello, tip=self._view.newest(peer.key, hello.tip, said)))
         except (P2PError, TimeoutError) as error:
             log.debug("%r could not meet %r: %s", self._view.me.peer, peer, error)
             self._reach.failed(peer.key, str(error) or f"no answer within {MEET_TIMEOUT:g} s")

@@ -208,10 +208,11 @@ class Loading:
         return dict(zip(once, await asyncio.gather(*(self._ask(key, report) for key in once)), strict=True))
 
     async def _ask(self, key: bytes, report: msg.Progress) -> object:
+        said = self._peer.view.said(key)
         try:
             answer = (await self._channel.ask(key, report, self._timeout)).body
             if isinstance(answer, msg.Hello):
-                self._peer.told(key, answer.tip, _now())
+                self._peer.told(key, self._peer.view.newest(key, answer.tip, said), _now())
             return answer
         except (P2PError, TimeoutError) as error:
             log.debug("could not tell %r that this peer loads the state: %s", PeerID(key), error)

@@ -379,6 +379,7 @@ class Swarm:
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
         self.peer.asks_coordinator(coordinator.key, self._now(), report.samples)
+        said = self.peer.view.said(coordinator.key)
         try:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
         finally:
@@ -389,7 +390,7 @@ class Swarm:
                 self.peer.is_called()
                 self._act()
             return answer
-        await self._heed(coordinator.key, report.tip, answer)
+        await self._heed(coordinator.key, report.tip, answer, said)
         is_heeded = not self.missed and not self.peer.view.ignores(coordinator.key, self._now())
         if isinstance(answer, msg.Hello) and answer.tip.outranks(self.tip) and is_heeded:
             raise Behind(f"the swarm is at epoch {answer.tip.epoch}, this peer at {self.tip.epoch}")
@@ -430,16 +431,17 @@ class Swarm:
         """Somebody downloads this peer's state, so it will want the rounds that follow."""
         self.peer.redo.want(self._now())
 
-    async def _heed(self, key: bytes, tip: Tip, answer: object) -> None:
-        """React to a coordinator's answer to a message about the state `tip`. ELSEWHERE says that another peer is the
-        coordinator. HELLO says that the peer knows other members, or is at another state."""
+    async def _heed(self, key: bytes, tip: Tip, answer: object, said: Tip | None) -> None:
+        """React to a coordinator's answer to a message about the state `tip`; `said` is where it had said to be before.
+        ELSEWHERE says that another peer is the coordinator. HELLO says that the peer knows other members, or is at
+        another state."""
         match answer:
             case msg.Elsewhere():
                 await self.contacts.meet(answer.coordinator)
             case msg.Hello() if answer.tip == tip or not self._channel.believes(answer.tip):
                 await self.contacts.meet_peer(PeerID(key))
             case msg.Hello():
-                self.peer.told(key, answer.tip, self._now())
+                self.peer.told(key, self.peer.view.newest(key, answer.tip, said), self._now())
                 self._act()
 
     async def _report_again(self) -> None:
@@ -801,6 +803,7 @@ class Swarm:
         """Send this peer's JOIN to the coordinator with that key."""
         participant, coordinator = self.peer.participant, PeerID(key)
         self.peer.asks_coordinator(key, self._now())
+        said = self.peer.view.said(key)
         try:
             answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
         except TimeoutError:
@@ -822,7 +825,7 @@ class Swarm:
                 self.peer.coordinator_answered(key, answer, self._now())
                 self._act()
                 return
-            await self._heed(key, join.tip, answer)
+            await self._heed(key, join.tip, answer, said)
             if isinstance(answer, msg.Hello) and answer.tip == join.tip:
                 participant.introduced(key)  # now the coordinator knows all members that this peer knows
             else:

@@ -269,6 +269,17 @@ class View:
         claim = self._claims.get(key)
         return claim is not None and claim.said is not None and claim.said.outranks(tip)
 
+    def said(self, key: bytes) -> Tip | None:
+        """The tip in a member's last message about it; None if it has said none."""
+        claim = self._claims.get(key)
+        return None if claim is None else claim.said
+
+    def newest(self, key: bytes, tip: Tip, asked: Tip | None) -> Tip:
+        """The tip of a member that has answered with `tip`; `asked` is what it had `said` when it was asked. An answer
+        is handled a moment later than the messages that come after it. So it does not take back what they have said."""
+        said = self.said(key)
+        return said if said not in (None, asked) and said.outranks(tip) else tip
+
     def is_behind(self, key: bytes) -> bool:
         """Whether this peer's state outranks the one that the member says it holds."""
         claim = self._claims.get(key)
