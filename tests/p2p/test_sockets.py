@@ -44,7 +44,7 @@ def test_a_dialler_that_claims_another_peer_id_is_refused():
 
 
 def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.sides.REFUSAL_TIME", 0.05)
+    monkeypatch.setattr("shoal.p2p.link.REFUSAL_TIME", 0.05)
 
     async def main():
         async with sockets(None, None) as (listener, impostor):
