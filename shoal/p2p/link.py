@@ -23,6 +23,7 @@ from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import FrameKind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address
+from shoal.p2p.outgoing import Outgoing
 from shoal.p2p.release import RELEASE
 from shoal.p2p.route import PeerRoute
 from shoal.p2p.shared import Shared
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Wait = Generator[None, None, T]
 
-QUEUE_BYTES = 128 << 20  # bytes that wait for one peer; more than this peer ever owes to one that follows the protocol
 REFUSAL_TIME = 1.0  # seconds that a refused peer has to read the reason
 PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
 UNPROVEN_BYTES = 16 << 10  # bytes that may come before a link is open; a handshake and a hello take about 1 kB
@@ -108,6 +108,7 @@ class Link:
         nonce: the nonce that the dialler signs.
         route: the route by which this side has connected; None if there is none.
         relayed: whether the connection leads through a relay.
+        outgoing: the bytes on their way to the kernel.
         observed: if this side has dialled to ask from which address the link comes: the answer.
     """
 
@@ -124,14 +125,10 @@ class Link:
         self._events, self._shared = events, shared
         self._loop = asyncio.get_running_loop()
         self._turn: asyncio.Future[None] = self._loop.create_future()  # done when the greeting goes on
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not dialled)
+        self._incoming = ssl.MemoryBIO()
+        self.outgoing = Outgoing(connection, shared.upload, self.end)
+        self._tls = context.wrap_bio(self._incoming, self.outgoing.sealed, server_side=not dialled)
         self._received = 0  # bytes, encrypted
-        self._sealed = 0  # encrypted bytes that were queued
-        self._unsent = bytearray()  # those of them that the kernel has not taken
-        self._sent_at = self._loop.time()  # when the kernel last took bytes
-        self._deaf = False  # sending has failed: the other side receives no more
-        self._paying = False  # whether it waits because of the upload limit
         self._large = 0  # bytes of large messages that have come, and that were queued
         self._passed = 0  # those of them that are known to have passed
         self._steps = 0
@@ -295,7 +292,7 @@ class Link:
             self._timer.cancel()
             self._timer = self._loop.call_later(seconds, self.end, reason)
             self._loop.add_reader(self.socket, self._go_on)
-            self._flush()
+            self.outgoing.finish()
 
     def end(self, reason: str, error: type[PeerUnreachable] = PeerUnreachable) -> None:
         """Ends the link now. Queued bytes are dropped."""
@@ -303,9 +300,8 @@ class Link:
             self.stage = Stage.ENDED
             self._timer.cancel()
             self._loop.remove_reader(self.socket)
-            self._loop.remove_writer(self.socket)
+            self.outgoing.drop()
             self.socket.close()
-            self._unsent.clear()
             del self._life  # frees the part of a message that it holds
             self._loop.call_soon(self._events.ended, self, reason)
             self._wake()
@@ -321,58 +317,17 @@ class Link:
     def send(self, frame: bytes) -> None:
         """Queues a frame. If the queue is full, the link ends. The frame is dropped if the TLS handshake is not
         complete, or the link has ended."""
-        if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
+        if self.stage in (Stage.GREETING, Stage.OPEN) and not self.outgoing.deaf:
             with suppress(ssl.SSLError):  # TLS has failed, which ends the link
                 self._tls.write(frame)
             self._large += len(frame) if len(frame) >= LARGE_BYTES else 0
-            self._flush()
-
-    def _flush(self) -> None:
-        """Gives the kernel as many bytes as it has room for."""
-        watched, sealed = bool(self._unsent), self._outgoing.read()
-        self._sealed += len(sealed)
-        self._unsent += sealed
-        if len(self._unsent) > QUEUE_BYTES:
-            return self.end("its queue is full")
-        try:
-            if self._unsent and not self._paying:
-                # Both views are released here, even if a profiler in another thread holds on to them.
-                with memoryview(self._unsent) as unsent, unsent[: self._shared.upload.piece] as piece:
-                    number = self.socket.send(piece)
-                del self._unsent[:number]
-                self._sent_at = self._loop.time()
-                if wait := self._shared.upload.charge(number, urgent=True):
-                    self._paying = True
-                    self._loop.call_later(wait, self._paid)
-        except BlockingIOError:
-            pass
-        except OSError:
-            # Bytes that arrived before must still be read, and then the end of the connection.
-            self._deaf = True
-            self._unsent.clear()
-        if self._unsent and not self._paying:
-            return self._loop.add_writer(self.socket, self._flush)
-        if watched:
-            self._loop.remove_writer(self.socket)
-        if not self._unsent and self.stage is Stage.FINISHING:
-            with suppress(OSError):  # it has ended; the next read finds that
-                self.socket.shutdown(socket.SHUT_WR)
-
-    def _paid(self) -> None:
-        self._paying = False
-        if self.stage is not Stage.ENDED:
-            self._flush()
-
-    def queued(self, seconds: float = 0.0) -> int:
-        """The number of queued bytes, if the kernel has taken none of them for `seconds`; else 0."""
-        return len(self._unsent) if self._loop.time() - self._sent_at >= seconds else 0
+            self.outgoing.flush()
 
     def moved(self) -> int:
         """See `Transport.moved`."""
-        under_way = max(0, self._sealed - tcp.counts(self.socket)[0])
         # The bytes under way may be those of small messages, sent later. The count must never fall, because that would
         # mean another link.
-        self._passed = max(self._passed, self._large - under_way)
+        self._passed = max(self._passed, self._large - self.outgoing.under_way())
         return self._passed
 
     # -- in
@@ -479,8 +434,8 @@ class Link:
             except ssl.SSLWantReadError:
                 pass
             finally:
-                if self._outgoing.pending:
-                    self._flush()
+                if self.outgoing.sealed.pending:
+                    self.outgoing.flush()
             yield from self._receive()
 
     def _receive(self) -> Wait[None]:
@@ -504,7 +459,7 @@ class Link:
             self._loop.call_later(wait, self.resume)
             yield
         if self._received == len(data) and data.startswith(greeting.FIRST_VERSION):
-            self._unsent += b"" if self.dialled else greeting.OUTDATED
+            self.outgoing.sealed.write(b"" if self.dialled else greeting.OUTDATED)
             raise ValueError(greeting.other_version(1))
         return data
 

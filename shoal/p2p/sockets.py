@@ -635,9 +635,9 @@ class SocketTransport(Transport):
                 link.end("its machine does not answer")
         if (late := self.shared.unfinished.overdue()) is not None:
             late.end("its message took too long")
-        if sum(link.queued() for link in self._links) > QUEUES_BYTES:
-            most = max(self._links, key=lambda link: link.queued(STUCK_SECONDS))
-            if most.queued(STUCK_SECONDS):
+        if sum(link.outgoing.queued() for link in self._links) > QUEUES_BYTES:
+            most = max(self._links, key=lambda link: link.outgoing.queued(STUCK_SECONDS))
+            if most.outgoing.queued(STUCK_SECONDS):
                 most.end("it took nothing while too much waited for all")
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 
