@@ -18,6 +18,7 @@ import pytest
 
 import shoal
 from shoal.swarm.protocol import peer as protocol_peer
+from tests.few_cases import mark_the_others
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 from tests.optim.closed_runs import Club
 
@@ -48,6 +49,12 @@ def dht() -> Iterator[shoal.DHT]:
 def club(tmp_path: Path) -> Club:
     """The members of a closed run."""
     return Club(tmp_path)
+
+
+@pytest.hookimpl(tryfirst=True)  # -m selects by what is marked here
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr:  # whoever names tests gets all their cases
+        mark_the_others(items)
 
 
 def pytest_collection_finish() -> None:

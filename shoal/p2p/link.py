@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import socket
 import ssl
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from enum import Enum, IntEnum, auto
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from shoal.p2p import forks, frames, greeting, tcp
-from shoal.p2p.errors import PeerUnreachable
+from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
 from shoal.p2p.frames import FrameKind
 from shoal.p2p.identity import PeerID
 from shoal.p2p.lane import Address
+from shoal.p2p.outgoing import Outgoing
+from shoal.p2p.release import RELEASE
 from shoal.p2p.route import PeerRoute
 from shoal.p2p.shared import Shared
 from shoal.p2p.transport import LARGE_BYTES, Observation
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Wait = Generator[None, None, T]
 
-QUEUE_BYTES = 128 << 20  # bytes that wait for one peer; more than this peer ever owes to one that follows the protocol
+REFUSAL_TIME = 1.0  # seconds that a refused peer has to read the reason
 PROOF_TIMEOUT = 10.0  # seconds from a link's beginning until both sides must be proven
 UNPROVEN_BYTES = 16 << 10  # bytes that may come before a link is open; a handshake and a hello take about 1 kB
 RECEIVE_BYTES = 64 << 10  # at a time
@@ -89,29 +91,30 @@ class LinkEvents(Protocol):
         """The link has ended. Called once, last, and never from within a call of the link's methods."""
 
 
-class Link(ABC):
-    """A connection, from its beginning to its end.
+class Link:
+    """A connection, from its beginning to its end. Its life begins with `dial` or `take`.
 
     Args:
         events: receives the events.
         connection: a socket that does not block; only this link uses it.
         context: the TLS context.
         shared: the resources that this link shares with others.
+        dialled: whether this side dials.
 
     Attributes:
-        dialled: whether this side has dialled.
         peer: the peer at the other end. If this side dialled, it is the peer that was dialled; if not, it is None until
             the other side has proven who it is.
         instance: identifies one start of that peer; b"" until it is known.
         nonce: the nonce that the dialler signs.
         route: the route by which this side has connected; None if there is none.
         relayed: whether the connection leads through a relay.
+        outgoing: the bytes on their way to the kernel.
         observed: if this side has dialled to ask from which address the link comes: the answer.
     """
 
-    dialled: ClassVar[bool]
-
-    def __init__(self, events: LinkEvents, connection: socket.socket, context: ssl.SSLContext, shared: Shared) -> None:
+    def __init__(
+        self, events: LinkEvents, connection: socket.socket, context: ssl.SSLContext, shared: Shared, *, dialled: bool
+    ) -> None:
         self.socket = connection
         self.peer: PeerID | None = None
         self.instance = self.nonce = b""
@@ -122,14 +125,10 @@ class Link(ABC):
         self._events, self._shared = events, shared
         self._loop = asyncio.get_running_loop()
         self._turn: asyncio.Future[None] = self._loop.create_future()  # done when the greeting goes on
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not self.dialled)
+        self._incoming = ssl.MemoryBIO()
+        self.outgoing = Outgoing(connection, shared.upload, self.end)
+        self._tls = context.wrap_bio(self._incoming, self.outgoing.sealed, server_side=not dialled)
         self._received = 0  # bytes, encrypted
-        self._sealed = 0  # encrypted bytes that were queued
-        self._unsent = bytearray()  # those of them that the kernel has not taken
-        self._sent_at = self._loop.time()  # when the kernel last took bytes
-        self._deaf = False  # sending has failed: the other side receives no more
-        self._paying = False  # whether it waits because of the upload limit
         self._large = 0  # bytes of large messages that have come, and that were queued
         self._passed = 0  # those of them that are known to have passed
         self._steps = 0
@@ -137,10 +136,113 @@ class Link(ABC):
         forks.close_in_children(connection)
 
     @property
+    def dialled(self) -> bool:
+        """Whether this side has dialled."""
+        return not self._tls.server_side
+
+    @property
     def address(self) -> Address:
         """The address of the other side."""
         address: Address = self.socket.getpeername()
         return address
+
+    @property
+    def certificate(self) -> bytes:
+        """The other side's certificate, as DER."""
+        return self._tls.getpeercert(binary_form=True) or b""
+
+    # -- as the dialler
+
+    def dial(self, peer: PeerID, to: Address | PeerRoute, *, asks: bool = False, succeeds: bool = False) -> None:
+        """Connects to that peer.
+
+        Args:
+            peer: the peer.
+            to: its address; or the route by which the socket is connected to it already.
+            asks: whether only to ask from which address the link comes.
+            succeeds: whether to replace another link.
+        """
+        self.peer = peer
+        if isinstance(to, PeerRoute):
+            self.route, self.relayed = to, to.relayed
+        self.greeting = Greeting.ASKED if asks else Greeting.BEGUN
+        self.succession = Succession.SUCCEEDING if succeeds else Succession.NONE
+        self._start(self._connect(to))
+
+    def _connect(self, to: Address | PeerRoute) -> Wait[bool]:
+        number = 0 if isinstance(to, PeerRoute) else self.socket.connect_ex(to)
+        if number == errno.EINPROGRESS:
+            self._loop.add_writer(self.socket, self._go_on)
+            yield
+            self._loop.remove_writer(self.socket)
+            number = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            self.end("nobody listens there" if number == errno.ECONNREFUSED else os.strerror(number))
+            return False
+        self._prepare()
+        return True
+
+    async def until(self, wanted: Greeting) -> None:
+        """Waits until the greeting has come that far. Only one task may wait. Raises the error with which the link has
+        ended if it ends before.
+        """
+        while self.greeting < wanted:
+            await self._turn
+
+    def challenged(self, said: greeting.Challenge) -> None:
+        """The listener has sent its challenge."""
+        self.nonce = said.nonce
+        if self.greeting is Greeting.ASKED:  # Without an instance, it is not one of the links of which one stays.
+            return self.say(greeting.Observe())
+        self.instance = said.instance
+        self._go_to(Greeting.CHALLENGED)
+
+    def answered(self, observed: Observation) -> None:
+        """The listener has said from which address the link comes."""
+        self.observed = observed
+        self._go_to(Greeting.KEPT)
+
+    def say_hello(self, instance: bytes, me: PeerID, signature: bytes) -> None:
+        """Answers the challenge. `instance` identifies this start of this peer."""
+        succeeds = self.succession is Succession.SUCCEEDING
+        self.say(greeting.Hello(greeting.MAGIC, greeting.VERSION, instance, me.key, signature, succeeds, RELEASE))
+        self._go_to(Greeting.SAID_HELLO)
+
+    # -- as the listener
+
+    def take(self, *, relayed: bool) -> None:
+        """Listens to one that has dialled."""
+        self.relayed = relayed
+        self._start(self._look_for_token())
+
+    def _look_for_token(self) -> Wait[bool]:
+        self._prepare()
+        first = yield from self._bytes(greeting.TOKEN_BYTES)
+        if first[:1] not in (greeting.LANE_BYTE, greeting.CIRCUIT_BYTE):
+            self._incoming.write(first)
+            return True
+        while len(first) < greeting.TOKEN_BYTES:
+            first += yield from self._bytes(greeting.TOKEN_BYTES - len(first))
+        self._events.token_came(self, first)
+        return False
+
+    def challenge(self, instance: bytes) -> None:
+        """Asks the dialler who it is. `instance` identifies this start of this peer."""
+        self.nonce = os.urandom(greeting.NONCE_BYTES)
+        self.say(greeting.Challenge(greeting.MAGIC, greeting.VERSION, instance, self.nonce, RELEASE))
+        self._go_to(Greeting.CHALLENGED)
+
+    def proven(self, peer: PeerID, instance: bytes) -> None:
+        """The dialler has said hello, and has proven who it is."""
+        self.peer, self.instance = peer, instance
+        self._go_to(Greeting.SAID_HELLO)
+
+    def dismiss(self, said: greeting.Said, reason: str) -> None:
+        """Says that as the last thing."""
+        self.say(said)
+        self.finish(REFUSAL_TIME, reason)
+
+    # -- open, and replaced
 
     def open(self) -> None:
         """Both sides have proven their identity: messages may pass."""
@@ -157,13 +259,6 @@ class Link(ABC):
         """The other side sends no more over this link, because another one replaces it."""
         self.succession = Succession.EMPTIED
 
-    async def until(self, wanted: Greeting) -> None:
-        """Waits until the greeting has come that far. Only one task may wait. Raises the error with which the link has
-        ended if it ends before.
-        """
-        while self.greeting < wanted:
-            await self._turn
-
     def _go_to(self, greeting: Greeting) -> None:
         self.greeting = greeting
         self._wake()
@@ -175,10 +270,14 @@ class Link(ABC):
 
     # -- end
 
-    @abstractmethod
     def refuse(self, reason: str, answer: greeting.Said | None = None) -> None:
-        """Ends the link because the other side may not have it. If that one has dialled, it is told so: the answer, or
-        else the reason."""
+        """Ends the link because the other side may not have it. If that side has dialled, it is told the answer, or the
+        reason.
+        """
+        if self.dialled:
+            return self.end(reason, HandshakeFailed)
+        log.info("refused a connection: %s", reason)
+        self.dismiss(answer or greeting.Refusal(reason[: greeting.MAX_REASON]), reason)
 
     def give_way(self) -> None:
         """Ends the link because another one of the same start of the peer stays."""
@@ -193,7 +292,7 @@ class Link(ABC):
             self._timer.cancel()
             self._timer = self._loop.call_later(seconds, self.end, reason)
             self._loop.add_reader(self.socket, self._go_on)
-            self._flush()
+            self.outgoing.finish()
 
     def end(self, reason: str, error: type[PeerUnreachable] = PeerUnreachable) -> None:
         """Ends the link now. Queued bytes are dropped."""
@@ -201,9 +300,8 @@ class Link(ABC):
             self.stage = Stage.ENDED
             self._timer.cancel()
             self._loop.remove_reader(self.socket)
-            self._loop.remove_writer(self.socket)
+            self.outgoing.drop()
             self.socket.close()
-            self._unsent.clear()
             del self._life  # frees the part of a message that it holds
             self._loop.call_soon(self._events.ended, self, reason)
             self._wake()
@@ -219,58 +317,17 @@ class Link(ABC):
     def send(self, frame: bytes) -> None:
         """Queues a frame. If the queue is full, the link ends. The frame is dropped if the TLS handshake is not
         complete, or the link has ended."""
-        if self.stage in (Stage.GREETING, Stage.OPEN) and not self._deaf:
+        if self.stage in (Stage.GREETING, Stage.OPEN) and not self.outgoing.deaf:
             with suppress(ssl.SSLError):  # TLS has failed, which ends the link
                 self._tls.write(frame)
             self._large += len(frame) if len(frame) >= LARGE_BYTES else 0
-            self._flush()
-
-    def _flush(self) -> None:
-        """Gives the kernel as many bytes as it has room for."""
-        watched, sealed = bool(self._unsent), self._outgoing.read()
-        self._sealed += len(sealed)
-        self._unsent += sealed
-        if len(self._unsent) > QUEUE_BYTES:
-            return self.end("its queue is full")
-        try:
-            if self._unsent and not self._paying:
-                # Both views are released here, even if a profiler in another thread holds on to them.
-                with memoryview(self._unsent) as unsent, unsent[: self._shared.upload.piece] as piece:
-                    number = self.socket.send(piece)
-                del self._unsent[:number]
-                self._sent_at = self._loop.time()
-                if wait := self._shared.upload.charge(number, urgent=True):
-                    self._paying = True
-                    self._loop.call_later(wait, self._paid)
-        except BlockingIOError:
-            pass
-        except OSError:
-            # Bytes that arrived before must still be read, and then the end of the connection.
-            self._deaf = True
-            self._unsent.clear()
-        if self._unsent and not self._paying:
-            return self._loop.add_writer(self.socket, self._flush)
-        if watched:
-            self._loop.remove_writer(self.socket)
-        if not self._unsent and self.stage is Stage.FINISHING:
-            with suppress(OSError):  # it has ended; the next read finds that
-                self.socket.shutdown(socket.SHUT_WR)
-
-    def _paid(self) -> None:
-        self._paying = False
-        if self.stage is not Stage.ENDED:
-            self._flush()
-
-    def queued(self, seconds: float = 0.0) -> int:
-        """The number of queued bytes, if the kernel has taken none of them for `seconds`; else 0."""
-        return len(self._unsent) if self._loop.time() - self._sent_at >= seconds else 0
+            self.outgoing.flush()
 
     def moved(self) -> int:
         """See `Transport.moved`."""
-        under_way = max(0, self._sealed - tcp.counts(self.socket)[0])
         # The bytes under way may be those of small messages, sent later. The count must never fall, because that would
         # mean another link.
-        self._passed = max(self._passed, self._large - under_way)
+        self._passed = max(self._passed, self._large - self.outgoing.under_way())
         return self._passed
 
     # -- in
@@ -377,8 +434,8 @@ class Link(ABC):
             except ssl.SSLWantReadError:
                 pass
             finally:
-                if self._outgoing.pending:
-                    self._flush()
+                if self.outgoing.sealed.pending:
+                    self.outgoing.flush()
             yield from self._receive()
 
     def _receive(self) -> Wait[None]:
@@ -402,7 +459,7 @@ class Link(ABC):
             self._loop.call_later(wait, self.resume)
             yield
         if self._received == len(data) and data.startswith(greeting.FIRST_VERSION):
-            self._unsent += b"" if self.dialled else greeting.OUTDATED
+            self.outgoing.sealed.write(b"" if self.dialled else greeting.OUTDATED)
             raise ValueError(greeting.other_version(1))
         return data
 

@@ -27,7 +27,6 @@ from shoal.p2p.multiaddr import FAMILIES, Multiaddr
 from shoal.p2p.race import first_to_succeed
 from shoal.p2p.route import PeerRoute, Router
 from shoal.p2p.shared import Shared
-from shoal.p2p.sides import AcceptedLink, DialledLink
 from shoal.p2p.transport import Buffer, Observation, Transport, check_size, named
 
 log = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ class SocketTransport(Transport):
             log.info("refused a connection from %s: %s", where, reason)
             return connection.close()
         assert self._listening is not None
-        link = AcceptedLink(self, connection, self._listening, self.shared)
+        link = Link(self, connection, self._listening, self.shared, dialled=False)
         self._enter(link)
         self._admission.enter(link, where)
         link.take(relayed=relayed)
@@ -192,11 +191,9 @@ class SocketTransport(Transport):
         if self._peers.get(peer) is link:
             route.opened()
 
-    def _dialled(
-        self, connection: socket.socket, peer: PeerID, to: Address | PeerRoute, **purpose: bool
-    ) -> DialledLink:
+    def _dialled(self, connection: socket.socket, peer: PeerID, to: Address | PeerRoute, **purpose: bool) -> Link:
         self._dialling = self._dialling or tls.dialling()
-        link = DialledLink(self, connection, self._dialling, self.shared)
+        link = Link(self, connection, self._dialling, self.shared, dialled=True)
         self._enter(link)
         link.dial(peer, to, **purpose)
         return link
@@ -207,7 +204,7 @@ class SocketTransport(Transport):
         except PeerUnreachable as error:
             raise type(error)(f"{ip}:{port}: {error}") from error
 
-    async def _greet(self, link: DialledLink, peer: PeerID) -> None:
+    async def _greet(self, link: Link, peer: PeerID) -> None:
         """Return when a link that this side dials, or another link to that peer, is open."""
         try:
             await link.until(Greeting.CHALLENGED)
@@ -368,9 +365,9 @@ class SocketTransport(Transport):
 
     def secured(self, link: Link) -> None:
         """The TLS handshake is complete: the listener begins the greeting."""
-        if isinstance(link, AcceptedLink):
+        if not link.dialled:
             link.challenge(self._instance)
-        elif isinstance(link, DialledLink) and (found := tls.peer_of(link.certificate)) != link.peer:
+        elif (found := tls.peer_of(link.certificate)) != link.peer:
             reason = "somebody answers there who cannot prove to be that peer"
             if link.peer is not None and found is not None:
                 reason += f": it is peer {found}"
@@ -383,19 +380,19 @@ class SocketTransport(Transport):
         if peer is not None and self._is_of(link, peer):
             return self._heard_from(peer, link, said)
         match link, said:
-            case DialledLink(nonce=b""), greeting.Challenge():
+            case Link(dialled=True, nonce=b""), greeting.Challenge():
                 link.challenged(said)
-            case DialledLink(greeting=Greeting.ASKED), greeting.Observed():
+            case Link(dialled=True, greeting=Greeting.ASKED), greeting.Observed():
                 link.answered(Observation(plain(said.host), said.port, link.socket.getsockname()[1]))
-            case DialledLink(), greeting.Refusal():
+            case Link(dialled=True), greeting.Refusal():
                 link.refuse(f"it refused: {said.reason}")
-            case DialledLink(), greeting.Taken():
+            case Link(dialled=True), greeting.Taken():
                 self.twins.found(self.peer_id)
                 link.refuse(f"it refused: {_TAKEN}")
-            case AcceptedLink(greeting=Greeting.CHALLENGED), greeting.Observe():
+            case Link(dialled=False, greeting=Greeting.CHALLENGED), greeting.Observe():
                 host, port = link.address[:2]
                 link.dismiss(greeting.Observed(plain(host), port), "it came to ask from where it comes")
-            case AcceptedLink(greeting=Greeting.CHALLENGED), greeting.Hello():
+            case Link(dialled=False, greeting=Greeting.CHALLENGED), greeting.Hello():
                 self._on_hello(link, said)
             case Link(greeting=Greeting.SAID_HELLO), greeting.LinkKept() if peer is not None:
                 self._on_kept(link, peer)
@@ -422,13 +419,13 @@ class SocketTransport(Transport):
             case _:
                 raise greeting.unexpected(said)
 
-    def _say_hello(self, link: DialledLink, peer: PeerID) -> None:
+    def _say_hello(self, link: Link, peer: PeerID) -> None:
         if link.stage is not Stage.GREETING:
             return  # it has ended meanwhile
         signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate)
         link.say_hello(self._instance, self.peer_id, self.identity.sign(signed))
 
-    def _on_hello(self, link: AcceptedLink, hello: greeting.Hello) -> None:
+    def _on_hello(self, link: Link, hello: greeting.Hello) -> None:
         peer = PeerID(hello.peer)
         signed = greeting.signed(peer, self.peer_id, hello.instance, link.nonce, self._certificate)
         if not peer.verify(signed, hello.signature):
@@ -638,9 +635,9 @@ class SocketTransport(Transport):
                 link.end("its machine does not answer")
         if (late := self.shared.unfinished.overdue()) is not None:
             late.end("its message took too long")
-        if sum(link.queued() for link in self._links) > QUEUES_BYTES:
-            most = max(self._links, key=lambda link: link.queued(STUCK_SECONDS))
-            if most.queued(STUCK_SECONDS):
+        if sum(link.outgoing.queued() for link in self._links) > QUEUES_BYTES:
+            most = max(self._links, key=lambda link: link.outgoing.queued(STUCK_SECONDS))
+            if most.outgoing.queued(STUCK_SECONDS):
                 most.end("it took nothing while too much waited for all")
         self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
 

@@ -21,7 +21,6 @@ import shoal.p2p.budget
 import shoal.p2p.link
 import shoal.p2p.listener
 import shoal.p2p.shared
-import shoal.p2p.sides
 import shoal.p2p.sockets
 from shoal.p2p import frames, greeting, tls
 from shoal.p2p.errors import HandshakeFailed
@@ -46,7 +45,7 @@ def no_errors(caplog):
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.sides.REFUSAL_TIME", 0.1)
+    monkeypatch.setattr("shoal.p2p.link.REFUSAL_TIME", 0.1)
 
 
 @asynccontextmanager
@@ -548,7 +547,7 @@ def test_addresses_of_one_ipv6_network_count_as_one():
 
 def test_connections_of_one_peer_are_bounded(monkeypatch):
     """Those that were refused and do not leave count."""
-    monkeypatch.setattr(shoal.p2p.sides, "REFUSAL_TIME", 100.0)
+    monkeypatch.setattr(shoal.p2p.link, "REFUSAL_TIME", 100.0)
 
     async def main():
         async with listener_and_friend() as (listener, _, address), AsyncExitStack() as stack:

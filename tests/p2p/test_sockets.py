@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shoal.p2p.link
+import shoal.p2p.outgoing
 import shoal.p2p.sockets
 from shoal.p2p import tcp
 from shoal.p2p.errors import HandshakeFailed, PeerUnreachable
@@ -44,7 +45,7 @@ def test_a_dialler_that_claims_another_peer_id_is_refused():
 
 
 def test_a_refused_dialler_that_stays_is_thrown_out(monkeypatch):
-    monkeypatch.setattr("shoal.p2p.sides.REFUSAL_TIME", 0.05)
+    monkeypatch.setattr("shoal.p2p.link.REFUSAL_TIME", 0.05)
 
     async def main():
         async with sockets(None, None) as (listener, impostor):
@@ -274,7 +275,7 @@ def test_a_peer_that_comes_back_at_its_address_is_dialled_again_at_once():
 
 
 def test_a_peer_whose_queue_is_full_is_lost_and_the_others_are_not(monkeypatch):
-    monkeypatch.setattr(shoal.p2p.link, "QUEUE_BYTES", 16 << 20)
+    monkeypatch.setattr(shoal.p2p.outgoing, "QUEUE_BYTES", 16 << 20)
 
     async def main():
         async with sockets(None, None, None) as (sender, slow, quick):
@@ -337,7 +338,7 @@ def test_no_more_than_a_bound_waits_for_all_peers_and_who_takes_nothing_goes(mon
             for peer, number in ((least, 12), (most, 14)):
                 for _ in range(number):
                     sender.transport.send([peer], b"", [bytes(1 << 20)])
-            queued = [sender.transport._peers[peer].queued() for peer in (least, most)]
+            queued = [sender.transport._peers[peer].outgoing.queued() for peer in (least, most)]
             assert 0 < queued[0] < queued[1]
             await asyncio.sleep(1.0)
             assert not sender.lost
@@ -352,7 +353,7 @@ def test_no_more_than_a_bound_waits_for_all_peers_and_who_takes_nothing_goes(mon
 
 def test_no_more_than_the_bound_in_bytes_waits_for_a_peer(monkeypatch):
     """More may pass, and a message costs something though it is empty."""
-    monkeypatch.setattr(shoal.p2p.link, "QUEUE_BYTES", 4 << 20)
+    monkeypatch.setattr(shoal.p2p.outgoing, "QUEUE_BYTES", 4 << 20)
 
     async def main():
         async with sockets(None, None) as (sender, reader):
@@ -362,15 +363,15 @@ def test_no_more_than_the_bound_in_bytes_waits_for_a_peer(monkeypatch):
                 sender.transport.send([reader.transport.peer_id], b"", [bytes(1 << 20)])
                 await reader.until_messages(sent)
             [link] = sender.transport._links
-            assert len(link._unsent) == 0
+            assert len(link.outgoing._unsent) == 0
             deafen(reader)
             for _ in range(10_000_000):
-                assert len(link._unsent) <= 4 << 20
+                assert len(link.outgoing._unsent) <= 4 << 20
                 sender.transport.send([reader.transport.peer_id], b"")
                 if link.stage is Stage.ENDED:
                     break
             assert await sender.until_lost(reader.transport.peer_id) == "its queue is full"
-            assert len(link._unsent) == 0
+            assert len(link.outgoing._unsent) == 0
 
     asyncio.run(main())
 
