@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shoal
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.swarm.protocol import coordinator
+from shoal.swarm.protocol import gathering
 from tests.optim.closing import Sam, SamAfterBackward
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 from tests.repository.error_tables import Scene, provokes, raised
@@ -129,7 +129,7 @@ def joins_two_with_another_target(scene: Scene) -> str:
 
 @provokes("the run refuses this peer: …")
 def gathers_more_than_a_round_may_carry(scene: Scene) -> str:
-    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(coordinator, "MAX_GATHERED_BYTES", 100)
+    scene.ends.enter_context(pytest.MonkeyPatch.context()).setattr(gathering, "MAX_GATHERED_BYTES", 100)
     averagers = []
     for dht in (scene.dht, scene.another_dht()):
         averagers.append(shoal.DecentralizedAverager([torch.zeros(3)], dht, prefix=scene.run_id, start=True))
