@@ -49,15 +49,16 @@ class Gathering:
         rules: see `Rules`.
         signer: signs this peer's messages.
         history: the samples that members brought to earlier commits.
+        patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
+            have held up too many rounds.
+        veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
+            members that have reported since, and not for a newcomer that is still downloading the state.
+        haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
         settled_at: before this time some members may not have been found yet, so BEGIN waits even if all known members
             have joined.
         all_until: before this time BEGIN waits for all connected members. A peer that has downloaded the state of the
             tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
-        veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
-            members that have reported since, and not for a newcomer that is still downloading the state.
-        haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
-        patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
-            have held up too many rounds.
+        phase: what it waits for.
 
     Attributes:
         begin: the BEGIN of the round, once it has begun; then `Leading` goes on.
