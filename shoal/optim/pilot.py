@@ -340,7 +340,7 @@ class Pilot:
             return False
         found = self.run.wait_for_contributors(least, self._settings.matchmaking_time)
         if found < least:
-            wanted, last = self._settings.min_peers, self.run.swarm.peer.last
+            wanted, last = self._settings.min_peers, self.run.swarm.peer.participant.at.contributed
             of_last = "" if isinstance(wanted, int) else f" of {last} in the last epoch, which is {least}"
             fields = self.run.faults.add(FaultKind.TOO_FEW, f"{found} peers are here, and min_peers={wanted}{of_last}")
             log.warning(
@@ -355,7 +355,7 @@ class Pilot:
 
     def _least(self) -> int:
         """The number of peers that must contribute to the next round."""
-        return self._rules.least(self.run.swarm.peer.last)
+        return self._rules.least(self.run.swarm.peer.participant.at.contributed)
 
     def past(self, tip: Tip) -> Future[None]:
         """See `Run.past`."""

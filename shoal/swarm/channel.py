@@ -20,6 +20,11 @@ from shoal.swarm.protocol.view import Member
 Body = TypeVar("Body", bound=Struct)
 
 
+def loop_time() -> float:
+    """The time of the running loop, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
 class Channel:
     """Sends the messages of one service to other peers, which are named by their keys.
 

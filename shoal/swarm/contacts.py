@@ -17,7 +17,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Reply
 from shoal.p2p.transport import Buffer, Movement
-from shoal.swarm.channel import Channel
+from shoal.swarm.channel import Channel, loop_time
 from shoal.swarm.directory import REFRESH_SECONDS, Directory
 from shoal.swarm.losses import Losses
 from shoal.swarm.protocol import messages as msg
@@ -118,10 +118,10 @@ class Contacts:
     async def start(self) -> None:
         """List this peer, and exchange HELLO with all listed peers that can be reached."""
         await self._directory.publish(self._view.me)
-        self._reach.begin(self._now())
+        self._reach.begin(loop_time())
         listed = await self._directory.read()
-        self._reach.known(listed, self._now(), listed=True)
-        await asyncio.gather(*map(self.meet, [*self._reach.due(self._now()), *self._connected_only(listed)]))
+        self._reach.known(listed, loop_time(), listed=True)
+        await asyncio.gather(*map(self.meet, [*self._reach.due(loop_time()), *self._connected_only(listed)]))
         self._tasks = [self._channel.node.spawn(self._refresh()), self._channel.node.spawn(self._keep_reaching())]
         self._stop_following = self._directory.on_moved(self._moved)
 
@@ -154,7 +154,7 @@ class Contacts:
         stranger = self._strangers.get(key)
         if stranger is not None:
             self._refused_difference = stranger.difference
-        elif self._now() >= until:
+        elif loop_time() >= until:
             self._refused = None
             return None
         return key, self._refused_difference
@@ -168,14 +168,13 @@ class Contacts:
         It waits because a single liar may be the first peer that it meets, for example when all peers start anew. Of
         two peers alone, the one with more samples behind its state stays; before there are samples, the one with the
         smaller key stays."""
-        until = self._now() + ALONE_SECONDS
+        until = loop_time() + ALONE_SECONDS
         while (difference := self._differs()) is not None:
-            if self._now() >= until:
-                raise Rejected(
-                    f"the other peers of the run go by other terms: {difference}. Make it equal on all peers"
-                )
+            if loop_time() >= until:
+                other = f"the other peers of the run go by other terms: {difference}"
+                raise Rejected(f"{other}. Make it equal on all peers")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until - self._now()):
+                async with asyncio.timeout(until - loop_time()):
                     await self.seen()
 
     def _differs(self) -> str | None:
@@ -198,9 +197,9 @@ class Contacts:
             known.tip = hello.tip
         elif known is not None or len(self._strangers) < MAX_MEMBERS:
             stranger = self._strangers[peer.key] = _Stranger(hello.terms, hello.tip, differs_in)
-            if self._sparing.allows(peer.key, self._now()):
+            if self._sparing.allows(peer.key, loop_time()):
                 stranger.explaining = self._channel.node.spawn(self._explain(peer, stranger))
-            self._refused, self._refused_difference = (peer.key, self._now() + REFUSED_SECONDS), differs_in
+            self._refused, self._refused_difference = (peer.key, loop_time() + REFUSED_SECONDS), differs_in
 
     async def _explain(self, peer: PeerID, stranger: _Stranger) -> None:
         if self._tensors and self._peer.terms.schema != stranger.terms.schema:
@@ -257,14 +256,14 @@ class Contacts:
         self._strangers.pop(peer.key, None)
         self._reach.accepted(peer.key)
         self.spoke(hello.sender)
-        new = self._view.hear(peer.key, hello.members, self._now())
+        new = self._view.hear(peer.key, hello.members, loop_time())
         # If others reach a member that this peer has lost, it is alive.
         known = [m for m in hello.members if self._view.is_known(m.key) or self._reach.misses(m.key)]
-        self._reach.known(self._out_of_reach(known), self._now(), listed=False)
+        self._reach.known(self._out_of_reach(known), loop_time(), listed=False)
         self._reach_changed.set()
         for member in new:
             self._channel.node.spawn(self.meet(member))
-        self._peer.told(peer.key, hello.tip, self._now())
+        self._peer.told(peer.key, hello.tip, loop_time())
         if peer.key in self._view.members:
             self.told[peer.key] = hello.tip
         seen, self._seen = self._seen, asyncio.Event()
@@ -334,7 +333,7 @@ class Contacts:
         """Read the directory now, since a missing member may be listed there. With `dial`, also dial all missing
         members at once, because this peer was away, and not they."""
         if dial:
-            self._reach.hurry(self._now())
+            self._reach.hurry(loop_time())
         self._look_now.set()
 
     def _moved(self, addresses: Sequence[Multiaddr]) -> None:
@@ -344,19 +343,19 @@ class Contacts:
             return
         me = self._view.me.at(addresses)
         if me.role is not Role.CLIENT and me.addresses != self._view.me.addresses:
-            self._peer.say(me, self._now())
+            self._peer.say(me, loop_time())
             self._look_now.set()
             self._act()
 
     def left(self, key: bytes) -> None:
         """A member says that it leaves. This peer dials it again only if it is listed anew."""
-        self._reach.left(key, self._now())
+        self._reach.left(key, loop_time())
         self._reach_changed.set()
         self._directory.gone(key)
 
     def lose(self, key: bytes) -> bool:
         """A peer cannot be reached any more. Returns whether it was a member."""
-        was_reached = self._reach.lost(key, self._now())
+        was_reached = self._reach.lost(key, loop_time())
         if was_reached:
             self._directory.gone(key)
             self._reach_changed.set()
@@ -368,7 +367,7 @@ class Contacts:
         self.told.pop(key, None)
         if known and was_reached and not is_stranger:
             connected, epoch = len(self._view.connected()), self._peer.tip.epoch
-            self.losses.add(key, coordinated=coordinated, connected=connected, epoch=epoch, now=self._now())
+            self.losses.add(key, coordinated=coordinated, connected=connected, epoch=epoch, now=loop_time())
         if known:
             self._changed()
         return known
@@ -381,7 +380,7 @@ class Contacts:
         return [*in_round, participant.coordinator().key]
 
     def _changed(self) -> None:
-        self._peer.members_changed(self._now())
+        self._peer.members_changed(loop_time())
         self._act()
 
     # -- signs of life
@@ -419,7 +418,7 @@ class Contacts:
         except (P2PError, TimeoutError) as error:
             log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
         else:
-            self._peer.on_pong(key, ping, pong, self._now())
+            self._peer.on_pong(key, ping, pong, loop_time())
             self._act()
         finally:
             self._pinged.pop(key, None)
@@ -443,7 +442,7 @@ class Contacts:
             except (P2PError, TimeoutError) as error:
                 log.warning("%r could not refresh its record in the DHT: %s", self._view.me.peer, error)
                 continue
-            now = self._now()
+            now = loop_time()
             self._view.listed(listed, now)
             self._reach.forget(self._view.forget(now), but=[member.key for member in listed])
             self._reach.known(listed, now, listed=True)
@@ -455,7 +454,7 @@ class Contacts:
         """Dial missing members for as long as they are missing, and report those that stay missing."""
         while True:
             self._reach_changed.clear()
-            now = self._now()
+            now = loop_time()
             for member in self._reach.due(now):
                 self._channel.node.spawn(self.meet(member))
             report = self._reach.notice(now, self._directory.others)
@@ -478,6 +477,3 @@ class Contacts:
         have changed its terms, or this peer may have taken it for lost."""
         unknown = (member for member in listed if member.key not in self._view.members)
         return [member for member in unknown if self._channel.is_connected(member.key)]
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -157,12 +157,9 @@ class DHTDirectory(Directory):
         writer's clock is ahead of this one."""
         behind = latest - self._clock() - RECORD_SECONDS
         if behind > MAX_CLOCK_DIFFERENCE and not self._behind:
-            limit = (
-                f"With a difference of {RECORD_SECONDS:.0f} s they do not find each other: set the clock that is wrong"
-            )
-            log.warning(
-                "this machine's clock is at least %.0f s behind that of another peer of the run. %s", behind, limit
-            )
+            clock = f"this machine's clock is at least {behind:.0f} s behind that of another peer of the run"
+            limit = f"With a difference of {RECORD_SECONDS:.0f} s they do not find each other"
+            log.warning("%s. %s: set the clock that is wrong", clock, limit)
             self._behind = True
 
 

@@ -11,7 +11,7 @@ from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import DIAL_TIMEOUT
 from shoal.p2p.transport import Movement
-from shoal.swarm.channel import Channel
+from shoal.swarm.channel import Channel, loop_time
 from shoal.swarm.protocol.book import check_begin, require, root_of
 from shoal.swarm.protocol.contribution import BytesExchange
 from shoal.swarm.protocol.download import DownloadPlan
@@ -20,6 +20,7 @@ from shoal.swarm.protocol.messages import Begin, Commit, Committed, Digests, Fet
 from shoal.swarm.protocol.rules import Rules
 
 FETCHES = 8  # chunks fetched at a time
+Open = Callable[[Begin], BytesExchange]
 
 
 class Fetching:
@@ -59,7 +60,7 @@ class Fetching:
         await asyncio.gather(*map(one, sources))
         return failed
 
-    async def fetch_committed(self, commit: Commit, open_exchange: Callable[[Begin], BytesExchange]) -> BytesExchange:
+    async def fetch_committed(self, commit: Commit, open_exchange: Open) -> BytesExchange:
         """Fetch the whole result of a round from its members.
 
         It asks all members at the same time, and all that hold the result send chunks at the same time. So a member
@@ -84,11 +85,7 @@ class Fetching:
         raise ResultLost(f"the round of epoch {commit.tip.epoch} was missed, and nobody brings its result: {reasons}")
 
     async def _fetch_from(
-        self,
-        holders: Iterable[bytes],
-        commit: Commit,
-        open_exchange: Callable[[Begin], BytesExchange],
-        failed: dict[bytes, str],
+        self, holders: Iterable[bytes], commit: Commit, open_exchange: Open, failed: dict[bytes, str]
     ) -> BytesExchange | None:
         """Fetch the result from the members among `holders` that hold it. Returns None if they do not send all of
         it."""
@@ -99,7 +96,7 @@ class Fetching:
             while questions or (whole is not None and not whole.plan.failed):
                 check_at = None if whole is None else whole.fetch_more()
                 waited_for = {*questions, *(whole.fetches if whole is not None else ())}
-                seconds = None if check_at is None else check_at - _now()
+                seconds = None if check_at is None else check_at - loop_time()
                 await asyncio.wait(waited_for, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 for question in [question for question in questions if question.done()]:
                     questions.discard(question)
@@ -179,8 +176,8 @@ class _Whole:
         for holder in self.plan.owing:  # a holder whose chunk is on its way over a slow line is not silent
             moved = transport.moved(holder)
             if self._movements.setdefault(holder, Movement(moved)).goes_on(moved):
-                self.plan.is_sending(holder, _now())
-        for holder, chunk in self.plan.next_requests(_now()):
+                self.plan.is_sending(holder, loop_time())
+        for holder, chunk in self.plan.next_requests(loop_time()):
             self.fetches.add(asyncio.ensure_future(self._fetch(holder, chunk)))
         return self.plan.next_check()
 
@@ -203,7 +200,7 @@ class _Whole:
         except (P2PError, TimeoutError) as error:
             self.plan.donor_failed(holder, f"chunk {chunk} could not be fetched: {str(error) or 'no answer in time'}")
         else:
-            self.plan.received(holder, chunk, digest, _now())
+            self.plan.received(holder, chunk, digest, loop_time())
             self._progressed()
 
     def close(self) -> None:
@@ -211,7 +208,3 @@ class _Whole:
         for fetch in self.fetches:
             fetch.cancel()
         self.exchange.close()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

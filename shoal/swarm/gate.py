@@ -247,7 +247,7 @@ class Gate:
         stranger = self._strangers.get(peer.key)
         if stranger is None or self.admits(peer.key):
             return
-        now = self._loop_time()
+        now = asyncio.get_running_loop().time()
         if stranger.refusals >= MAX_REFUSALS and now < stranger.look_at:
             raise Unanswered(REFUSAL)
         stranger.look_at = now + AGAIN_SECONDS
@@ -315,11 +315,9 @@ class Gate:
             shown = await self._node.call(peer, self._service, self._show(), Show, timeout=timeout)
         except Refused as error:
             if str(error) == REFUSAL:
-                self._warn(
-                    f"refused by {peer}",
-                    f"{peer!r} does not take this peer's membership of {self.run.run_id}: it was revoked, or that "
-                    f"peer's clock differs; {self.holder.advice}",
-                )
+                text = f"{peer!r} does not take this peer's membership of {self.run.run_id}: it was revoked"
+                advice = f"or that peer's clock differs; {self.holder.advice}"
+                self._warn(f"refused by {peer}", f"{text}, {advice}")
             raise
         if not self.learn(shown.membership, peer.key):
             raise NotAdmitted(f"{peer!r} shows no membership of {self.run.run_id} that is valid now")
@@ -352,11 +350,8 @@ class Gate:
         for key in void:
             self._remove(key, "its membership was revoked")
         if said.voids(self.holder.membership):
-            self._warn(
-                f"revoked {self.holder.membership.serial}",
-                f"the owner of {self.run.run_id} has revoked this peer's membership: no member talks to it any more; "
-                f"{self.holder.advice}",
-            )
+            text = f"the owner of {self.run.run_id} has revoked this peer's membership: no member talks to it any more"
+            self._warn(f"revoked {self.holder.membership.serial}", f"{text}; {self.holder.advice}")
         return True
 
     def _hear_pin(self, text: str) -> bool:
@@ -401,11 +396,8 @@ class Gate:
                 self._remove(key, "its membership has expired")
             mine = self.holder.membership
             if not mine.is_valid(now):
-                self._warn(
-                    f"ended {mine.serial}",
-                    f"this peer's membership of {self.run.run_id} has expired ({when(mine.expires)}), and no member "
-                    f"talks to it any more: {self.holder.advice}",
-                )
+                text = f"this peer's membership of {self.run.run_id} has expired ({when(mine.expires)})"
+                self._warn(f"ended {mine.serial}", f"{text}, and no member talks to it any more: {self.holder.advice}")
 
     async def _keep_renewed(self) -> None:
         """Renew this peer's own membership before it expires."""
@@ -444,9 +436,6 @@ class Gate:
         if about not in self._warned:
             self._warned.add(about)
             log.warning("%s", text)
-
-    def _loop_time(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 async def _in_a_thread(function: Callable[[], T]) -> T:

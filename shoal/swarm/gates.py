@@ -54,9 +54,8 @@ def admit_to(node_of: Callable[[], Node], run_id: str, membership: Source | None
         gate_of(node, run_id)  # raises if there is none yet
         return
     if not (callable(membership) or isinstance(membership, str | os.PathLike)):
-        raise ValueError(
-            f"membership={membership!r}: give the line of text, the name of a file, or a function that returns one"
-        )
+        what = "give the line of text, the name of a file, or a function that returns one"
+        raise ValueError(f"membership={membership!r}: {what}")
     holder = Holder(membership, run, node.peer_id, get_dht_time())
     with _lock:
         present = _shared(node, run)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
-from shoal.swarm.channel import Channel
+from shoal.swarm.channel import Channel, loop_time
 from shoal.swarm.contacts import Contacts
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.errors import AveragingError
@@ -76,7 +76,7 @@ class Loading:
         self._told: Tip | None = None  # where the last report said that this peer will be
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refused: asyncio.Future[DoesNotFit] = asyncio.get_running_loop().create_future()
-        self._logged_at = _now()
+        self._logged_at = loop_time()
         self.progress = (0, 0, 0.0)
 
     async def reserve(self, state: Tip, holders: Sequence[PeerID], nbytes: int) -> bool:
@@ -91,7 +91,7 @@ class Loading:
 
     def _begin(self, state: Tip | None, holders: Sequence[PeerID], nbytes: int) -> None:
         self._state, self._holders, self._nbytes = state, holders, nbytes
-        self._moved, self._passed, self._began, self._pause = {}, 0, _now(), msg.Pause()
+        self._moved, self._passed, self._began, self._pause = {}, 0, loop_time(), msg.Pause()
         self._count()
         self._samples.clear()
         self.progress = (0, nbytes, 0.0)
@@ -114,7 +114,7 @@ class Loading:
     def close(self) -> None:
         """This peer is at the state, or has given up."""
         if not self.rate and (passed := self._count()):  # the download was short
-            self.rate = passed / (_now() - self._began)
+            self.rate = passed / (loop_time() - self._began)
         for task in self._tasks:
             task.cancel()
         if self._told not in (None, self._peer.tip):  # nobody has to wait any longer
@@ -144,7 +144,7 @@ class Loading:
 
     def _rate(self, passed: int) -> float:
         """The bytes per second that arrive at present, or as before if that is not known."""
-        now, samples = _now(), self._samples
+        now, samples = loop_time(), self._samples
         if passed:  # before the first chunk begins to arrive, nothing is measured
             samples.append((now, passed))
         while samples and now - samples[0][0] > RATE_SECONDS:
@@ -156,7 +156,7 @@ class Loading:
 
     def _ahead(self, state: Tip) -> Tip:
         """The tip at which the members are, if it is ahead of the state, and this peer can get there."""
-        best = self._peer.view.best(_now())
+        best = self._peer.view.best(loop_time())
         return best if self._result_bytes is not None and best is not None and best.outranks(state) else state
 
     async def _tell(self) -> bool:
@@ -171,14 +171,13 @@ class Loading:
         self.progress = (min(passed, self._nbytes), self._nbytes, seconds)
         moving = rate if left or rounds else 0.0
         self._told = ahead
-        answer = await self._report(
-            msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks, replays=replays)
-        )
+        report = msg.Progress(ahead, 0.0, moving, seconds=seconds, loading=True, asks=asks, replays=replays)
+        answer = await self._report(report)
         self._log(passed, seconds, ahead.epoch - state.epoch)
         if isinstance(answer, msg.Pause):
             self._pause = answer
             if not self._peer.participant.made:
-                self._peer.newcomers.adopt(answer.budget, _now())
+                self._peer.newcomers.adopt(answer.budget, loop_time())
         # The run does not wait, or has gone on, and each epoch would bring less than what one takes.
         is_denied = asks and not self._pause.seconds and answer is not None
         falls_behind = not replays and self._pause.epoch > 0 and self._nbytes > rate * self._pause.epoch
@@ -212,15 +211,15 @@ class Loading:
         try:
             answer = (await self._channel.ask(key, report, self._timeout)).body
             if isinstance(answer, msg.Hello):
-                self._peer.told(key, self._peer.view.newest(key, answer.tip, said), _now())
+                self._peer.told(key, self._peer.view.newest(key, answer.tip, said), loop_time())
             return answer
         except (P2PError, TimeoutError) as error:
             log.debug("could not tell %r that this peer loads the state: %s", PeerID(key), error)
             return None
 
     def _log(self, passed: int, seconds: float, behind: int) -> None:
-        if _now() - self._logged_at >= LOG_SECONDS:
-            self._logged_at = _now()
+        if loop_time() - self._logged_at >= LOG_SECONDS:
+            self._logged_at = loop_time()
             left = f"{seconds:.0f} s left" if seconds else "at an unknown rate"
             log.info(
                 "loading the run's state: %.1f of %.1f MB, %s, %d epochs behind",
@@ -240,7 +239,3 @@ def refusal(seconds: float, pause: msg.Pause) -> DoesNotFit:
         f"most: a larger wait_for_newcomers or target_batch_size, DiLoCo or load_state_compression helps. {when}",
         again,
     )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

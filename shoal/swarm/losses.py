@@ -94,12 +94,10 @@ class Losses:
         if lead is not self._lead:
             # A coordinator that has taken a round over did not itself put out the members that were out before.
             self._lead, self._out = lead, set(lead.out) if lead.took_over else set()
+        epoch = lead.begin.tip.epoch
         for key in lead.out.keys() - self._out if len(lead.out) > len(self._out) else ():
             self._out.add(key)
-            number = 0 if self.last_out is None else self.last_out.number + 1
-            self.last_out = PutOut(key, number, lead.out[key])
-            peer, reason = PeerID(key), lead.out[key]
-            fields = {"event": "put out", "peer": str(peer), "reason": reason, "epoch": lead.tip.epoch}
-            log.info(
-                "%s is put out of the round of epoch %d: %s", peer, lead.tip.epoch, reason, extra={"shoal": fields}
-            )
+            peer, reason, number = PeerID(key), lead.out[key], 0 if self.last_out is None else self.last_out.number + 1
+            self.last_out = PutOut(key, number, reason)
+            fields = {"event": "put out", "peer": str(peer), "reason": reason, "epoch": epoch}
+            log.info("%s is put out of the round of epoch %d: %s", peer, epoch, reason, extra={"shoal": fields})

@@ -149,9 +149,8 @@ class Swarm:
         self._fetching = Fetching(channel, chunk_timeout, self._progressed, rules)
         self.loading: Loading | None = None
         # What a round that it replays costs it; None if it can't replay any.
-        self._result_bytes = (
-            rules.element_bytes * sum(rules.vector(0, with_state=rules.state_always)) if redo_bytes else None
-        )
+        elements = sum(rules.vector(0, with_state=rules.state_always))
+        self._result_bytes = rules.element_bytes * elements if redo_bytes else None
         self._rate = 0.0  # bytes per second of the last download
         self._measured = Measured() if measured is None else measured
         self._before: dict[bytes, Flow] = {}  # by member: what was delivered before the measured round began
@@ -378,7 +377,7 @@ class Swarm:
         coordinator = self.peer.participant.coordinator()
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
-        self.peer.asks_coordinator(coordinator.key, self._now(), report.samples)
+        self.peer.doubts.asked(coordinator.key, self._now(), report.samples)
         said = self.peer.view.said(coordinator.key)
         try:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
@@ -802,7 +801,7 @@ class Swarm:
     async def _join(self, key: bytes, join: msg.Join, buffers: Sequence[Any]) -> None:
         """Send this peer's JOIN to the coordinator with that key."""
         participant, coordinator = self.peer.participant, PeerID(key)
-        self.peer.asks_coordinator(key, self._now())
+        self.peer.doubts.asked(key, self._now())
         said = self.peer.view.said(key)
         try:
             answer = (await self._channel.ask(key, join, self._request_timeout, buffers)).body
@@ -812,10 +811,8 @@ class Swarm:
             self._lost(key)
         except Refused as error:
             if participant.refused(key, str(error)):
-                me = self.me.peer
-                log.warning(
-                    "%r refuses this peer, %r: %s. It trains with members that accept it", coordinator, me, error
-                )
+                who = f"{coordinator!r} refuses this peer, {self.me.peer!r}"
+                log.warning("%s: %s. It trains with members that accept it", who, error)
             self.peer.members_changed(self._now())
         except P2PError as error:
             log.debug("%r could not join %r: %s", self.me.peer, coordinator, error)

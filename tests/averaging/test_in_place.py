@@ -19,6 +19,7 @@ from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.messages import Begin, Carries, Fetch, Part, Repair, Result, Source, name_of
 from shoal.swarm.protocol.participant import Participant
 from shoal.swarm.protocol.plan import SMALLEST_CHUNK
+from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import View
@@ -146,7 +147,7 @@ def test_a_chunk_that_is_asked_for_is_a_copy() -> None:
     data = bytes_of(torch.full((begin.chunk_elements,), 3.0))
     exchange.result(key(2), Result(begin.round, chunk, begin.ballot), [data])
     participant = Participant(
-        View("run", member(1), lambda key: True), begin.tip, TERMS, [], Silence(15.0, 30.0), signer(1)
+        View("run", member(1), lambda key: True), begin.tip, TERMS, [], Silence(15.0, 30.0), signer(1), RedoLog(0)
     )
     participant.offer(Contribution(1.0, lambda begin, send, fault: exchange))
     participant.at.asked[begin.ballot.coordinator] = None  # it has its JOIN

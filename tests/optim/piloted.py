@@ -39,7 +39,8 @@ class Swarm:
         self.got_on_at = 0.0
         self.unbelieved: set[bytes] = set()
         self.forgot: list[float] = []
-        self.peer = SimpleNamespace(tips=deque(), last=0, participant=SimpleNamespace(over=b""))
+        at = SimpleNamespace(contributed=0)
+        self.peer = SimpleNamespace(tips=deque(), participant=SimpleNamespace(over=b"", at=at))
 
     def rests(self, tip: Tip) -> bool:
         return self.rests_for > 0

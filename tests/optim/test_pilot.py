@@ -310,7 +310,7 @@ def test_it_waits_for_the_least_number_of_peers(caplog: pytest.LogCaptureFixture
     assert not at.pilot.few_are_here()
     assert at.pilot.are_enough_here()
     of_share = Piloted(min_peers=0.6)
-    of_share.swarm.peer.last, of_share.run.here = 4, 2
+    of_share.swarm.peer.participant.at.contributed, of_share.run.here = 4, 2
     assert of_share.pilot.few_are_here()
     assert "min_peers=0.6 of 4 in the last epoch, which is 3" in caplog.text
 

@@ -76,7 +76,7 @@ def fails(liar: Trainer, how: str) -> None:
         while True:
             await asyncio.sleep(0.5)
             lead = swarm.peer.lead
-            if isinstance(lead, Leading) and lead.tip == swarm.tip:
+            if isinstance(lead, Leading) and lead.begin.tip == swarm.tip:
                 swarm.peer.out.extend(lead.start_survey(loop.time()))
                 swarm._act()
 

@@ -214,7 +214,7 @@ def test_before_all_may_have_been_found_it_waits_although_all_known_have_joined(
     coordinator = gathering(1, 2, settled_at=1.0)
     join(coordinator, 1)
     join(coordinator, 2, 0.1)
-    assert coordinator.until is Until.BEGIN
+    assert coordinator.phase is Until.BEGIN
     assert coordinator.wake_at() == 1.0
     assert coordinator.tick(0.9) == []
     assert the(coordinator.tick(1.0), Begin)
@@ -224,7 +224,7 @@ def test_a_join_counts_once_and_the_last_one_counts() -> None:
     coordinator = gathering(1, 2)
     join(coordinator, 2, weight=1.0)
     join(coordinator, 2, weight=5.0)
-    assert coordinator.until is Until.BEGIN
+    assert coordinator.phase is Until.BEGIN
     assert the(join(coordinator, 1), Begin).weights == (1.0, 5.0)
 
 
@@ -305,7 +305,7 @@ def test_a_round_is_called_when_there_are_enough_samples() -> None:
     count, actions = report(coordinator, 2, 24.0, 7.0)
     assert (count.samples, count.peers, count.called) == (64.0, 2, True)
     assert told(actions, Call) == set(keys(1, 2, 3))
-    assert coordinator.until is Until.BEGIN
+    assert coordinator.phase is Until.BEGIN
     assert report(coordinator, 2, 30.0)[1] == [], "it is called once"
 
 
@@ -321,7 +321,7 @@ def test_a_round_is_called_by_samples_that_were_reported_and_by_no_others() -> N
     count, actions = coordinator.progress(key(2), asks, 100.0)
     assert (count.wait, count.called, actions) == (0.0, False, [])
     assert coordinator.tick(200.0) == []
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL
 
 
 def test_a_report_that_is_repeated_begins_no_new_step() -> None:
@@ -388,7 +388,7 @@ def test_what_one_that_left_was_to_bring_is_not_waited_for() -> None:
     coordinator = gathering(1, 2, 3, rules=EACH, veterans=frozenset(keys(1, 2, 3)))
     report(coordinator, 1, 8.0)
     report(coordinator, 2, 8.0)
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL
     assert told(coordinator.expect(members(1, 2), 1.0), Call) == set(keys(1, 2))
 
 
@@ -449,14 +449,14 @@ def counting(rules: Rules = COUNTED, *numbers: int) -> Gathering:
     coordinator = gathering(1, *numbers, rules=rules)
     for number in numbers:
         coordinator.progress(key(number), Progress(TIP, 40.0, 1.0), 0.0)
-    assert coordinator.until is Until.BEGIN
+    assert coordinator.phase is Until.BEGIN
     return coordinator
 
 
 def begins_at(coordinator: Gathering) -> float:
     """When the round begins if nobody else joins."""
     now = 0.0
-    while coordinator.until is Until.BEGIN and now < 1000.0:
+    while coordinator.phase is Until.BEGIN and now < 1000.0:
         at = coordinator.wake_at()
         now = 1000.0 if at is None else max(now, at)
         coordinator.tick(now)
@@ -506,7 +506,7 @@ def test_who_has_gone_back_to_an_earlier_state_is_not_waited_for() -> None:
     coordinator = gathering(1, 2, rules=COUNTED, veterans=frozenset(keys(1, 2)))
     coordinator.progress(key(1), Progress(TIP, 100.0, 1.0), 0.0)
     join(coordinator, 1, weight=100.0)
-    assert coordinator.until is Until.BEGIN, "it waits for a member of the last round"
+    assert coordinator.phase is Until.BEGIN, "it waits for a member of the last round"
     assert [action.message for action in coordinator.went_back(key(2), 1.0) if isinstance(action.message, Begin)]
 
 
@@ -794,7 +794,7 @@ def taking_over(begin: Begin = BEGIN, attempt: int = 1, lost: tuple[bytes, ...] 
     """That peer takes over from peer 4."""
     at = at_tip(tip=begin.tip)
     at.ballot = Ballot(attempt, key(4))
-    before = Gathering(key(me), at, RULES, signer(me), until=Until.OVER)
+    before = Gathering(key(me), at, RULES, signer(me), phase=Until.OVER)
     exchange = Digests(Book(key(me), begin, chunks_of(begin)), lambda *_: None)
     round = InRound(begin, exchange, {}, 0.0, Witnesses(key(me)))
     return Leading.after(before, round, dict.fromkeys(lost, "lost"), ())

@@ -18,7 +18,7 @@ def begun_after(haste: float) -> float:
     for number in (1, 2):
         lead.join(key(number), join_of(member(number), patience=WAIT), b"", 0.0)
     now = 0.0
-    while lead.until is Until.BEGIN and (due := lead.wake_at()) is not None:
+    while lead.phase is Until.BEGIN and (due := lead.wake_at()) is not None:
         now = due
         lead.tick(now)
     return now

@@ -175,7 +175,7 @@ def test_nobody_waits_for_the_state_that_an_auxiliary_peer_names() -> None:
     assert isinstance(lead, Gathering)
     peer.keeps_state = True
     peer.view.returned(member(4, Role.AUXILIARY))
-    later = Tip(lead.tip.epoch + 1, bytes(32), 1e9)
+    later = Tip(lead.at.tip.epoch + 1, bytes(32), 1e9)
     peer.told(key(4), later, 0.0)
     assert peer.lead is lead
     peer.told(key(3), later, 0.0)

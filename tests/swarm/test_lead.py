@@ -170,7 +170,7 @@ def test_whoever_resigns_joins_again_itself() -> None:
     peer.expect_join(key(1), mine)
     peer.receive(key(1), mine, [], 1.0)
     join(peer, 2)
-    assert gathers(peer).until is Until.BEGIN
+    assert gathers(peer).phase is Until.BEGIN
     peer.told(key(3), better, 2.0)
     assert peer.lead is None
     peer.view.ignore(peer.tip, 2.0)
@@ -184,7 +184,7 @@ def test_a_claim_that_is_ignored_ends_no_round() -> None:
     peer.view.ignore(peer.tip, 0.0)
     join(peer, 2)
     peer.told(key(3), better, 2.0)
-    assert gathers(peer).until is Until.BEGIN
+    assert gathers(peer).phase is Until.BEGIN
 
 
 def test_a_join_of_a_peer_that_is_lost_before_its_tip_comes_is_void() -> None:

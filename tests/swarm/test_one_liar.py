@@ -510,9 +510,9 @@ def test_no_coordinator_is_doubted_because_another_says_that_it_brought_very_muc
     peer = peer_2(replace(RULES, target_samples=30.0))
     for now in (0.0, 10.0):
         peer._history.committed({key(2): 10.0, key(3): 1e15, key(4): 10.0}, now)
-    peer.asks_coordinator(key(4), 10.0, samples=15.0)
+    peer.doubts.asked(key(4), 10.0, samples=15.0)
     assert not peer.doubts.is_due(), "all that the others have may be 15, too"
-    peer.asks_coordinator(key(4), 20.0, samples=20.0)
+    peer.doubts.asked(key(4), 20.0, samples=20.0)
     assert peer.doubts.is_due()
 
 
@@ -520,7 +520,7 @@ def test_who_is_behind_doubts_no_coordinator() -> None:
     """It downloads, and on a slow line answers are queued behind the chunks."""
     peer = peer_2()
     coordinator = peer.participant.coordinator().key
-    peer.asks_coordinator(coordinator, 10.0, samples=0.0)
+    peer.doubts.asked(coordinator, 10.0, samples=0.0)
     peer.told(key(3), TIP.after(b"root", 8.0), 11.0)
     peer.doubts.look(30.0)
     assert coordinator not in peer.participant.at.doubted
@@ -626,7 +626,7 @@ def test_one_member_that_joins_calls_no_round() -> None:
     coordinator = gathering(1, 2, 3, 4, rules=rules)
     assert join(coordinator, 4, weight=1.0, patience=0.0) == []
     assert coordinator.tick(1000.0) == []
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL
 
 
 def test_who_leaves_again_and_again_has_nobody_tell_all_of_the_last_commit_each_time() -> None:

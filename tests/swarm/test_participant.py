@@ -16,6 +16,7 @@ from shoal.swarm.protocol.lifetimes import AtTip, InRound
 from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import Begin, Commit, Doubt, Elsewhere, Have, Repair, Source, Survey
 from shoal.swarm.protocol.participant import Participant, State
+from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Role, View
@@ -42,7 +43,7 @@ def follow_survey(participant: Participant, sender: bytes, survey: Survey) -> No
 def participant_at(tip: Tip, joined: bool = True) -> Participant:
     """Peer 2, which reaches all but peer 1, with an input that waits unless not `joined`."""
     view = View("run", member(2), lambda other: other != key(1))
-    participant = Participant(view, tip, TERMS, [], Silence(15.0, 30.0), signer(2))
+    participant = Participant(view, tip, TERMS, [], Silence(15.0, 30.0), signer(2), RedoLog(0))
     if joined:
         participant.offer(
             Contribution(1.0, lambda begin, send, fault: Digests(Book(ME, begin, chunks_of(begin)), send))
@@ -357,7 +358,7 @@ def test_an_input_that_has_its_result_is_in_no_further_round() -> None:
 
 def test_how_long_the_last_join_took_is_of_one_round() -> None:
     participant = in_round()
-    round_of(participant).join_to_begin = 0.5  # it coordinates
+    participant.at.join_to_begin = 0.5  # it coordinates
     participant.has_result(round_of(participant).exchange, commit_of())
     participant.move(commit_of().next_tip)
     participant.withdraw()
@@ -389,7 +390,7 @@ class Racing(AtTip):
 
 def test_any_thread_may_ask_whether_others_are_past_this_state() -> None:
     view = View("run", member(2), lambda key: True)
-    participant = Participant(view, TIP, TERMS, [], Silence(15.0, 30.0), signer(1))
+    participant = Participant(view, TIP, TERMS, [], Silence(15.0, 30.0), signer(1), RedoLog(0))
     participant.made, participant.at = True, Racing(TIP)
     assert participant.behind(0.0) is None
 

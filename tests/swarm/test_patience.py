@@ -65,7 +65,7 @@ def test_when_all_leave_it_is_as_if_nobody_had_come() -> None:
         join(coordinator, number, now=0.0, patience=1.0)
     for number in (1, 2):
         coordinator.unjoin(key(number), 0.5)
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL
     assert coordinator.wake_at() is None
     assert coordinator.tick(60.0) == [], "a round began without anybody"
     join(coordinator, 3, now=60.0, patience=4.0)
@@ -93,7 +93,7 @@ def test_where_samples_are_counted_the_call_says_how_long() -> None:
     assert coordinator.deadline == deadline
     coordinator.unjoin(key(2), 3.0)
     coordinator.unjoin(key(1), 3.0)
-    assert (coordinator.until, coordinator.deadline) == (Until.BEGIN, deadline)
+    assert (coordinator.phase, coordinator.deadline) == (Until.BEGIN, deadline)
 
 
 def test_time_stands_still_while_a_user_lets_the_others_wait() -> None:
@@ -113,14 +113,14 @@ def test_where_samples_are_counted_one_join_calls_nothing() -> None:
     coordinator.tick(8.0)
     assert coordinator.wake_at() is None, "it may lie"
     coordinator.progress(key(2), Progress(TIP, 5.0, 1.0), 9.0)
-    assert coordinator.until is Until.BEGIN, "an earlier coordinator may have called it, and nobody else"
+    assert coordinator.phase is Until.BEGIN, "an earlier coordinator may have called it, and nobody else"
 
 
 def test_one_join_calls_the_round_when_it_has_waited_and_the_others_have_half_of_the_target() -> None:
     coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
     coordinator.progress(key(2), Progress(TIP, 5.0, 1.0), 0.0)
     join(coordinator, 1, now=0.0, patience=8.0)
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL
     assert coordinator.wake_at() == 8.0
 
 
@@ -128,6 +128,6 @@ def test_where_samples_are_counted_those_who_joined_bring_theirs() -> None:
     coordinator = gathering(1, 2, 3, rules=replace(RULES, target_samples=10.0))
     join(coordinator, 1, now=0.0, patience=8.0)
     coordinator.progress(key(2), Progress(TIP, 8.9, 1.0), 1.0)
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL
     _, actions = coordinator.progress(key(2), Progress(TIP, 9.0, 1.0), 1.0)
     assert any(isinstance(action.message, Call) for action in actions)

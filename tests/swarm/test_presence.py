@@ -34,9 +34,9 @@ def test_nobody_waits_for_its_inner_steps(presence: Presence) -> None:
     coordinator = coordinator_of()
     coordinator.progress(key(2), report(3.0), 1.0)
     coordinator.progress(key(1), report(8.0), 2.0)
-    before = coordinator.until
+    before = coordinator.phase
     coordinator.progress(key(2), elsewhere(presence), 3.0)
-    assert (before, coordinator.until) == (Until.CALL, Until.BEGIN)
+    assert (before, coordinator.phase) == (Until.CALL, Until.BEGIN)
 
 
 def test_begin_waits_for_the_join_of_one_that_is_lent_only() -> None:
@@ -46,7 +46,7 @@ def test_begin_waits_for_the_join_of_one_that_is_lent_only() -> None:
         coordinator.progress(key(1), report(8.0), 1.0)
         coordinator.progress(key(2), elsewhere(presence), 2.0)
         coordinator.join(key(1), join_of(member(1)), b"", 2.0)
-        begun[presence] = coordinator.until is Until.OVER
+        begun[presence] = coordinator.phase is Until.OVER
     assert begun == {Presence.LENT: False, Presence.AWAY: True}
 
 
@@ -55,9 +55,9 @@ def test_a_join_begins_the_round_of_one_that_has_said_that_it_is_away_since() ->
     coordinator = coordinator_of(replace(RULES, target_samples=8.0))
     coordinator.progress(key(1), report(8.0), 1.0)
     coordinator.join(key(1), join_of(member(1)), b"", 1.0)
-    before = coordinator.until
+    before = coordinator.phase
     coordinator.progress(key(2), elsewhere(Presence.AWAY), 2.0)
-    assert (before, coordinator.until) == (Until.BEGIN, Until.OVER)
+    assert (before, coordinator.phase) == (Until.BEGIN, Until.OVER)
 
 
 def test_its_next_report_counts_again() -> None:
@@ -65,4 +65,4 @@ def test_its_next_report_counts_again() -> None:
     coordinator.progress(key(2), elsewhere(Presence.LENT), 1.0)
     coordinator.progress(key(2), report(1.0), 2.0)
     coordinator.progress(key(1), report(8.0), 3.0)
-    assert coordinator.until is Until.CALL
+    assert coordinator.phase is Until.CALL

@@ -114,7 +114,10 @@ def _votes(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], par
     followed = max((have.repair for have in haves.values() if have.repair), key=lambda r: r.ballot, default=None)
     before = () if followed is None else followed.sources
     owners, fetched = {source.chunk: source.owner for source in before}, {s.chunk for s in before if s.digest}
-    voters, votes = _voters(live, haves), []
+    # Whose chunks make the result: members that were complete under the highest ballot, or all if none was complete.
+    ballots = {key: have.done for key, have in haves.items() if have.done is not None and have.digests}
+    highest = max(ballots.values(), default=None)
+    voters, votes = [key for key, ballot in ballots.items() if ballot == highest] or live, []
     for chunk, first in enumerate(firsts):
         owner = owners.get(chunk, first)
         holders: dict[bytes, list[bytes]] = {}
@@ -128,14 +131,6 @@ def _votes(begin: Begin, live: Sequence[bytes], haves: Mapping[bytes, Have], par
         cut_off = [key for key in lacking if frozenset((key, owner)) in parted]
         votes.append(ChunkVotes(chunk, first, owner, chunk in fetched, digest, holders, cut_off))
     return votes
-
-
-def _voters(live: Sequence[bytes], haves: Mapping[bytes, Have]) -> Sequence[bytes]:
-    """The members whose chunks make the result: those that were complete under the highest ballot, or all members if
-    none was complete."""
-    ballots = {key: have.done for key, have in haves.items() if have.done is not None and have.digests}
-    highest = max(ballots.values(), default=None)
-    return [key for key, ballot in ballots.items() if ballot == highest] or live
 
 
 def _digest(have: Have, chunk: int) -> bytes:

@@ -69,6 +69,11 @@ class Deadlines:
                 return duty
         return None
 
+    def has_failed(self, by: bytes) -> int:
+        """That peer was replaced as coordinator. Returns how often since a round of its was last committed."""
+        self.failed[by] += 1
+        return self.failed[by]
+
     def haste(self, me: bytes, attempt: int) -> float:
         """The fraction of the usual time that a coordinator waits before BEGIN. With each time that it has failed,
         others wait half as long for it. So it must hurry as well: otherwise they would depose it at each of its

@@ -91,12 +91,8 @@ class Doubts:
             deadlines.owed(coordinator, Duty.BEGIN, now)
         given, rules = participant.given.input, self._rules
         wait = rules.matchmaking_time if rules.target_samples is not None else given.patience if given else 0
-        seconds = {
-            Duty.ANSWER: ANSWER_SECONDS,
-            Duty.CALL: CALL_SECONDS,
-            Duty.BEGIN: wait + BEGIN_SLACK_SECONDS,
-            Duty.DECIDE: participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS,
-        }
+        seconds = {Duty.ANSWER: ANSWER_SECONDS, Duty.CALL: CALL_SECONDS, Duty.BEGIN: wait + BEGIN_SLACK_SECONDS}
+        seconds[Duty.DECIDE] = participant.silence.reducer_timeout + DECIDE_SLACK_SECONDS
         missed = deadlines.missed(coordinator, seconds, len(participant.at.deposed), now)
         reason = None if missed is None else missed.value
         if rules.target_samples is not None and not is_in_round:
@@ -147,7 +143,7 @@ class Doubts:
     def doubt(self, coordinator: bytes) -> None:
         """Doubt that coordinator of this tip: this peer has lost it, or has waited for it in vain."""
         if coordinator not in self._participant.at.doubted:
-            self._participant.doubt(coordinator)
+            self._participant.at.doubted[coordinator] = None
             doubt = msg.Doubt(self._participant.at.tip, coordinator, self._me)
             self._said[coordinator, self._me] = self._participant.signer.sign(doubt)
 
@@ -195,7 +191,7 @@ class Doubts:
     def depose(self, keys: Collection[bytes]) -> None:
         """Depose these coordinators of this tip, because most members doubt them."""
         for key in keys:
-            self._participant.depose(key)
+            self._participant.at.deposed[key] = None
             if self._view.reaches(key):  # a lost one has not failed
                 self._has_failed(key)
                 self._participant.rejoin(key)
@@ -210,14 +206,13 @@ class Doubts:
             if key not in over and self._view.reaches(key):
                 self._has_failed(key)
         if led and self._me not in over:
-            self._deadlines.failed[self._me] += 1
+            self._deadlines.has_failed(self._me)
         self._deadlines.failed.pop(coordinator, None)
 
     def _has_failed(self, key: bytes) -> None:
         """That coordinator was replaced. This may happen once to a peer whose process stood still. If it happens again
         before the peer has committed a round, the log warns, once."""
-        self._deadlines.failed[key] += 1
-        level = logging.WARNING if self._deadlines.failed[key] == 2 else logging.INFO
+        level = logging.WARNING if self._deadlines.has_failed(key) == 2 else logging.INFO
         who = "this peer" if key == self._me else repr(PeerID(key))
         advice = "The next candidate takes its place. If this happens often, check its machine and its line"
         log.log(level, "%s is replaced as the coordinator, because most members doubt it. %s", who, advice)

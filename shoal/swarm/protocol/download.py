@@ -166,9 +166,8 @@ class DownloadPlan:
                 self._give_back(self._asked[donor])
         if self.owing and now >= self._until():
             slowest = min(self.owing, key=lambda donor: self._brought[donor])
-            self.donor_failed(
-                slowest, f"all together send less than {LEAST_PACE >> 10} KiB/s, and its last whole chunk is the oldest"
-            )
+            pace = f"all together send less than {LEAST_PACE >> 10} KiB/s"
+            self.donor_failed(slowest, f"{pace}, and its last whole chunk is the oldest")
             self._allowed = now + self.give_up
 
     def _give_back(self, chunks: set[int]) -> None:

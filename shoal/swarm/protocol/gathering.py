@@ -4,7 +4,7 @@ whom."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -22,7 +22,7 @@ from shoal.swarm.protocol.patience import Patience
 from shoal.swarm.protocol.plan import can_divide, chunk_elements, chunk_table, divide, who_reduce
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.statements import Signer
-from shoal.swarm.protocol.tip import MAX_LEAP, Ballot, Tip
+from shoal.swarm.protocol.tip import MAX_LEAP, Ballot
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member, Role
 
 REST_FACTOR = 10.0  # after waiting for all members in vain, do not do so again for this many times as long
@@ -49,15 +49,16 @@ class Gathering:
         rules: see `Rules`.
         signer: signs this peer's messages.
         history: the samples that members brought to earlier commits.
+        patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
+            have held up too many rounds.
+        veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
+            members that have reported since, and not for a newcomer that is still downloading the state.
+        haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
         settled_at: before this time some members may not have been found yet, so BEGIN waits even if all known members
             have joined.
         all_until: before this time BEGIN waits for all connected members. A peer that has downloaded the state of the
             tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
-        veterans: the members of the last round. Where members count samples, BEGIN waits only for veterans and for
-            members that have reported since, and not for a newcomer that is still downloading the state.
-        haste: the fraction of the usual time that this peer waits before BEGIN, see `Deadlines.haste`.
-        patience: how long this peer waits for each member. Where samples are counted, rounds begin without members that
-            have held up too many rounds.
+        phase: what it waits for.
 
     Attributes:
         begin: the BEGIN of the round, once it has begun; then `Leading` goes on.
@@ -75,8 +76,7 @@ class Gathering:
     haste: float = 1.0
     settled_at: float = 0.0
     all_until: float = 0.0
-    until: Until = Until.CALL
-    begin: msg.Begin | None = field(default=None, init=False)
+    phase: Until = Until.CALL
     expected: dict[bytes, Member] = field(default_factory=dict, init=False)  # connected members: BEGIN waits for them
     joins: dict[bytes, msg.Join] = field(default_factory=dict, init=False)
     gathered: dict[bytes, bytes] = field(default_factory=dict, init=False)
@@ -84,14 +84,14 @@ class Gathering:
     kept_out: dict[bytes, None] = field(default_factory=dict, init=False)  # joined, but have held up too many rounds
     counts: dict[bytes, msg.Progress] = field(default_factory=dict, init=False)
     lent: dict[bytes, None] = field(default_factory=dict, init=False)  # members whose trainers are elsewhere, but join
-    deadline: float = field(default=math.inf, init=False)  # when BEGIN is due if members are missing
-    called_at: float = field(default=math.inf, init=False)  # when the members were called
-    reminded: bool = field(default=False, init=False)  # whether members that have not joined were called once more
-    told_until: float = field(default=-math.inf, init=False)  # until when BEGIN waits for newcomers, as members know
-    last_join_at: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.last = self.at.contributed
+        self.begin: msg.Begin | None = None
+        self.deadline = self.called_at = math.inf  # when BEGIN is due if members are missing; when they were called
+        self.reminded = False  # whether members that have not joined were called once more
+        self.told_until = -math.inf  # until when BEGIN waits for newcomers, as members know
+        self.last_join_at: float | None = None
         self.pace = Pace(math.inf, self.rules.matchmaking_time, self.history.unreliable)
 
     def expect(self, members: Iterable[Member], now: float) -> list[Send | Ask]:
@@ -102,11 +102,6 @@ class Gathering:
         if self.rules.target_is_each and self._is_due(now):  # the loss of a member lowers the target
             return self._call(now)
         return self.tick(now)
-
-    @property
-    def tip(self) -> Tip:
-        """The state that the round starts from."""
-        return self.at.tip
 
     @property
     def heard_from(self) -> dict[bytes, object]:
@@ -134,40 +129,40 @@ class Gathering:
         most = self._most(now)(key)
         samples = self._samples(now)
         actions = self._call(now) if self._is_due(now) else []
-        if self.until is Until.CALL or report.presence is not msg.Presence.HERE:
+        if self.phase is Until.CALL or report.presence is not msg.Presence.HERE:
             actions += self.tick(now)  # a single JOIN may call the round now, or the last one to wait for is gone
         rate = sum(count.rate for count in self.counts.values())
-        called, wait = self.until is not Until.CALL, 0.0
+        called, wait = self.phase is not Until.CALL, 0.0
         if report.counted and (report.asks or self.counts[key] != before):  # otherwise it repeats an earlier report
             has, adds = min(report.samples, most), min(report.step, most)
             wait = self.pace.reported(key, has, adds, report.seconds, report.asks and not called, now)
         others = self.pace.under_way(but=key)
-        return msg.Count(self.tip, samples, rate, len(self.counts), called, others, wait, target or 0.0), actions
+        return msg.Count(self.at.tip, samples, rate, len(self.counts), called, others, wait, target or 0.0), actions
 
     def _loads(self, key: bytes, report: msg.Progress, now: float) -> tuple[msg.Count, list[Send | Ask]]:
         """A newcomer says how long it still loads the state of this tip. Returns the answer, and further actions."""
         samples, rate = self._samples(now), sum(count.rate for count in self.counts.values())
-        called, target = self.until is not Until.CALL, self.target or 0.0
+        called, target = self.phase is not Until.CALL, self.target or 0.0
         due_in = max(0.0, target - samples) / rate if rate and not called else 0.0
         epoch = self.history.epoch_seconds
         pause = self.history.newcomers.claims(key, report, now, leads=True, due_in=due_in, epoch=epoch)
-        count = msg.Count(self.tip, samples, rate, len(self.counts), called, target=target, pause=pause)
+        count = msg.Count(self.at.tip, samples, rate, len(self.counts), called, target=target, pause=pause)
         actions = self._tell_until(now)
         if pause.seconds and report.rate and (invited := self.history.newcomers.invited(but=key)):
-            actions.append(Send(invited, msg.Call(self.tip, pause.seconds)))
+            actions.append(Send(invited, msg.Call(self.at.tip, pause.seconds)))
         return count, actions + self.tick(now)
 
     def waits_for(self, now: float) -> float:
         """For how many more seconds BEGIN waits for newcomers, as far as it is known."""
-        return max(0.0, self.history.newcomers.until(self.tip) - now)
+        return max(0.0, self.history.newcomers.until(self.at.tip) - now)
 
     def _tell_until(self, now: float) -> list[Send | Ask]:
         """Tell the members that have joined until when BEGIN waits for newcomers, if that is news."""
-        until = self.history.newcomers.until(self.tip)
-        if self.until is not Until.BEGIN or abs(max(until, now) - max(self.told_until, now)) <= NEWS_SECONDS:
+        until = self.history.newcomers.until(self.at.tip)
+        if self.phase is not Until.BEGIN or abs(max(until, now) - max(self.told_until, now)) <= NEWS_SECONDS:
             return []
         self.told_until = until
-        return [Send(tuple(self.joins), msg.Call(self.tip, self.waits_for(now)))]
+        return [Send(tuple(self.joins), msg.Call(self.at.tip, self.waits_for(now)))]
 
     @property
     def target(self) -> float | None:
@@ -177,26 +172,20 @@ class Gathering:
         If no members of the last round are known (in the first epoch, for example), these are all that contribute. Of
         them, members without any samples yet count only up to the number of members with samples: they may be waiting
         for their data, or may not exist."""
-        if not self.rules.target_is_each:
-            return self.rules.target_samples
-        return self.rules.target(self.tip.epoch, self._counted_on())
+        counted_on = self._counted_on() if self.rules.target_is_each else 0
+        return self.rules.target(self.at.tip.epoch, counted_on)
 
     def _counted_on(self) -> int:
         brought = self.history.brought  # a member that brought nothing last time counts only when it reports samples
         begun = {key for key, count in self.counts.items() if count.samples > 0}
-        known = [
-            key
-            for key in self._contributing()
-            if (not self.veterans or self._waits_for(key))
-            and (key in begun or brought.get(key, 1.0) > 0)
-            and key not in self.lent
-        ]
+        count = (key for key in self._contributing() if key in begun or brought.get(key, 1.0) > 0)
+        known = [key for key in count if key not in self.lent and (not self.veterans or self._waits_for(key))]
         return min(len(known), 2 * len(begun.intersection(known))) if begun else len(known)
 
     def _is_due(self, now: float) -> bool:
         """Whether the members have enough samples to call the round."""
         target = self.target
-        return self.until is Until.CALL and target is not None and self._samples(now) >= target
+        return self.phase is Until.CALL and target is not None and self._samples(now) >= target
 
     def _most(self, now: float) -> Callable[[bytes], float]:
         """A function from a member's key to the most samples that count of this member."""
@@ -204,7 +193,7 @@ class Gathering:
         if target is None:
             return lambda key: math.inf
         if self.rules.target_is_each:  # a share in the last round was a share among the members of that round
-            target = self.rules.target(self.tip.epoch, max(self._counted_on(), len(self.history.last)))
+            target = self.rules.target(self.at.tip.epoch, max(self._counted_on(), len(self.history.last)))
         of_all = target or 0.0
         return lambda key: self.history.most(key, of_all, now)
 
@@ -258,13 +247,13 @@ class Gathering:
         self.history.newcomers.gone(key)
         if self.rules.target_samples is not None and key != self.me and self.patience.is_over(key, now):
             self.kept_out[key] = None
-        if self.until is Until.BEGIN:
+        if self.phase is Until.BEGIN:
             self._follow_the_first()  # its JOIN may have changed
         return self.tick(now)
 
     def unjoin(self, key: bytes, now: float) -> list[Send | Ask]:
         """A member withdraws its JOIN."""
-        if self.until is not Until.BEGIN:
+        if self.phase is not Until.BEGIN:
             return []
         self._forget_join(key)
         self._follow_the_first()
@@ -302,7 +291,7 @@ class Gathering:
     def _follow_the_first(self) -> None:
         """If samples are not counted, let the member that joined first decide how long all wait."""
         if self.rules.target_samples is None and not self.wait_until:
-            self.until, self.deadline, self.reminded = Until.CALL, math.inf, False
+            self.phase, self.deadline, self.reminded = Until.CALL, math.inf, False
         elif self.rules.target_samples is None and not self.reminded:
             self.deadline = self._first_waits_until()
 
@@ -310,27 +299,27 @@ class Gathering:
         return self._gather(now + self.haste * self.rules.matchmaking_time, now)
 
     def _gather(self, deadline: float, now: float) -> list[Send | Ask]:
-        self.until, self.deadline, self.called_at = Until.BEGIN, deadline, now
-        self.told_until = self.history.newcomers.until(self.tip)
-        return [Send(tuple(self.expected), msg.Call(self.tip, self.waits_for(now)))]
+        self.phase, self.deadline, self.called_at = Until.BEGIN, deadline, now
+        self.told_until = self.history.newcomers.until(self.at.tip)
+        return [Send(tuple(self.expected), msg.Call(self.at.tip, self.waits_for(now)))]
 
     def tick(self, now: float) -> list[Send | Ask]:
         """Do what is due at `now`. Called at `wake_at` and after every event."""
-        if self.until is Until.CALL and self.joins and self._is_called_by_joins(now):
+        if self.phase is Until.CALL and self.joins and self._is_called_by_joins(now):
             return self._gather(max(now, self._first_waits_until()), now) + self.tick(now)
-        if self.until is Until.BEGIN and now >= self._begins_at():
+        if self.phase is Until.BEGIN and now >= self._begins_at():
             missing = self._missing()
             if missing and not self._is_full() and not self.reminded:
                 # They may be in another coordinator's round of this tip, or past it. A round without them could then
                 # give the tip a second result.
                 self.reminded, self.deadline = True, now + REMINDER_SECONDS
-                return [Send(tuple(missing), msg.Call(self.tip, self.waits_for(now)))]
+                return [Send(tuple(missing), msg.Call(self.at.tip, self.waits_for(now)))]
             return self._begin(now)
         return []
 
     def wake_at(self) -> float | None:
         """When to call `tick` if nothing else happens; None if never."""
-        at = self._calls_at() if self.until is Until.CALL else self._begins_at()
+        at = self._calls_at() if self.phase is Until.CALL else self._begins_at()
         return None if at == math.inf else at
 
     def elsewhere(self, key: bytes, now: float, *, coordinator: bytes | None = None) -> list[Send | Ask]:
@@ -344,18 +333,18 @@ class Gathering:
         """
         if key in self.expected and key not in self.at.postponed:
             self.at.postponed[key] = coordinator in (None, key)
-            if self.until is Until.BEGIN:
+            if self.phase is Until.BEGIN:
                 # It is called again. The deadline never moves to an earlier time: others may need all of it.
                 self.deadline, self.reminded = max(self.deadline, now + REMINDER_SECONDS), False
         return []
 
     def _begins_at(self) -> float:
         """When the round begins if nobody else joins or leaves; infinity if it cannot begin."""
-        if not self._are_enough():
+        if not self._can_go(self._chosen()):
             return math.inf
         if self._is_full():
             return -math.inf
-        return max(self._may_begin_at(), self.history.newcomers.until(self.tip))
+        return max(self._may_begin_at(), self.history.newcomers.until(self.at.tip))
 
     def _may_begin_at(self) -> float:
         """The same, without the newcomers that load the state."""
@@ -399,11 +388,8 @@ class Gathering:
         has_reported = key in self.counts and self.history.is_awaited(key)
         return self.rules.target_samples is None or has_reported or key in self.veterans or key in self.lent
 
-    def _are_enough(self) -> bool:
-        """Whether the members that joined can make a round: there are enough of them, and one of them can reduce."""
-        return self._can_go(self._chosen())
-
     def _can_go(self, keys: list[bytes]) -> bool:
+        """Whether these members can make a round: there are enough of them, and one of them can reduce."""
         chosen = [self.joins[key].sender for key in keys]
         count = sum(self.rules.target_samples is None or sender.contributes for sender in chosen)
         return count >= self.rules.least(self.last) and can_divide(chosen) and not self._is_of_nothing(keys)
@@ -439,37 +425,29 @@ class Gathering:
         self.history.missed(key for key in self.expected if key in self.counts and key not in self.joins)
         members = tuple(self.joins[key].sender for key in sorted(chosen))
         joins = [self.joins[member.key] for member in members]
-        reducers = sum(who_reduce(members))
-        with_state = self.rules.averages_state(self.tip.epoch, joins)
-        sizes = self.rules.vector(self.tip.epoch, with_state)
-        elements = chunk_elements(sum(sizes), reducers, self.rules.chunk_elements)
+        with_state = self.rules.averages_state(self.at.tip.epoch, joins)
+        sizes = self.rules.vector(self.at.tip.epoch, with_state)
+        elements = chunk_elements(sum(sizes), sum(who_reduce(members)), self.rules.chunk_elements)
+        span, nbytes = self.rules.smallest_span / elements, self.rules.element_bytes * sum(sizes)
+        rates = {member.key: self.joins[member.key].rates for member in members}
+        starts = divide(len(chunk_table(sizes, elements)), members, span, rates, nbytes)
+        told = ((join.weight, join.machine, join.state, join.average) for join in joins)
+        weights, machines, states, averages = zip(*told, strict=True)
+        options, loss = self.rules.options(joins), mean_of((join.loss, join.weight) for join in joins)
+        begin = msg.Begin(
+            self.at.tip, self._next_ballot(joins), members, weights, machines, states, averages, elements, starts,
+            with_state, self.rules.round_timeout, options, loss,
+        )  # fmt: skip
+        self.begin, self.phase = self.signer.sign(begin), Until.OVER
+        self.at.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
+        gathered = msgspec.msgpack.encode({key: self.gathered.get(key, b"") for key in sorted(chosen)})
+        return [Send(tuple(member.key for member in members), self.begin, [gathered])]
+
+    def _next_ballot(self, joins: Sequence[msg.Join]) -> Ballot:
         own = [] if self.me in self.joins else [self.at.led.number]
         attempts = sorted([*own, *(join.attempt for join in joins)])
         # Half of the members follow an attempt up to this one. So a member that lies, or that a liar has led to a very
         # high attempt, does not matter. If it alone has joined, this peer's own attempt is the other half.
         usual = attempts[(len(attempts) - 1) // 2]
         known = (attempt for attempt in attempts if attempt <= usual + MAX_LEAP)
-        begin = msg.Begin(
-            tip=self.tip,
-            ballot=Ballot(1 + max(self.at.led.number, *known), self.me),
-            members=members,
-            weights=tuple(join.weight for join in joins),
-            machines=tuple(join.machine for join in joins),
-            states=tuple(join.state for join in joins),
-            averages=tuple(join.average for join in joins),
-            chunk_elements=elements,
-            starts=divide(
-                len(chunk_table(sizes, elements)),
-                members,
-                self.rules.smallest_span / elements,
-                {member.key: self.joins[member.key].rates for member in members},
-                self.rules.element_bytes * sum(sizes),
-            ),
-            with_state=with_state,
-            timeout=self.rules.round_timeout,
-            options=self.rules.options(joins),
-            loss=mean_of((join.loss, join.weight) for join in joins),
-        )
-        self.begin, self.until = self.signer.sign(begin), Until.OVER
-        gathered = msgspec.msgpack.encode({key: self.gathered.get(key, b"") for key in sorted(chosen)})
-        return [Send(tuple(member.key for member in members), self.begin, [gathered])]
+        return Ballot(1 + max(self.at.led.number, *known), self.me)

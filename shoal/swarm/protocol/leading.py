@@ -32,7 +32,7 @@ from shoal.swarm.protocol.answers import check_answer, repaired
 from shoal.swarm.protocol.book import RuleBroken, require, root_of
 from shoal.swarm.protocol.gathering import Gathering
 from shoal.swarm.protocol.lifetimes import InRound
-from shoal.swarm.protocol.tip import Ballot, Tip
+from shoal.swarm.protocol.tip import Ballot
 from shoal.swarm.protocol.view import Member
 from shoal.swarm.protocol.witnesses import Witnesses
 
@@ -83,7 +83,6 @@ class Leading:
         doubts: doubts of the coordinators before this one.
         deadline: when the round ends if nothing happens before.
         got_on_at: when the round last made progress, or members were last sent new instructions.
-        join_to_begin: seconds from the last JOIN to BEGIN, if this peer has begun the round.
     """
 
     before: Gathering
@@ -97,7 +96,6 @@ class Leading:
     doubts: tuple[msg.Doubt, ...] = ()
     deadline: float = math.inf
     got_on_at: float = math.inf
-    join_to_begin: float | None = None
     done: dict[bytes, bytes] = field(default_factory=dict, init=False)
     have: dict[bytes, msg.Have] = field(default_factory=dict, init=False)
     disputed: dict[bytes, bytes] = field(default_factory=dict, init=False)  # digests of DONE, when they differed
@@ -120,20 +118,14 @@ class Leading:
     def of(cls, before: Gathering, now: float) -> Leading:
         """Of the round that has just begun."""
         assert before.begin is not None
-        begin, last = before.begin, before.last_join_at
-        seconds = None if last is None else now - last
-        return cls(before, begin, begin.ballot, deadline=now + begin.timeout, got_on_at=now, join_to_begin=seconds)
+        begin = before.begin
+        return cls(before, begin, begin.ballot, deadline=now + begin.timeout, got_on_at=now)
 
     @classmethod
     def after(cls, before: Gathering, round: InRound, out: dict[bytes, str], doubts: tuple[msg.Doubt, ...]) -> Leading:
         """Of a round whose coordinator is lost. This peer goes on under a higher ballot, after a survey."""
         ballot, was_done = Ballot(before.at.ballot.number, before.me), round.done is not None
         return cls(before, round.begin, ballot, Phase.SURVEYING, out, round.gathered, True, was_done, doubts)
-
-    @property
-    def tip(self) -> Tip:
-        """The state that the round starts from."""
-        return self.begin.tip
 
     @property
     def over(self) -> bool:
@@ -323,7 +315,7 @@ class Leading:
         if self.took_over:  # BEGIN may not have reached all members
             of_members = {member.key: self.gathered.get(member.key, b"") for member in self.begin.members}
             begin, buffers = self.begin, [msgspec.msgpack.encode(of_members)]
-        survey = msg.Survey(self.tip, self.begin.round, self.ballot, tuple(self.out), begin, self.doubts)
+        survey = msg.Survey(self.begin.tip, self.begin.round, self.ballot, tuple(self.out), begin, self.doubts)
         return [Ask(tuple(self.live()), self.signer.sign(survey), buffers)]
 
     def show(self, doubts: tuple[msg.Doubt, ...], now: float) -> list[Send | Ask]:
@@ -364,7 +356,7 @@ class Leading:
         """A member's answer to the survey of `ballot`."""
         if self.phase is not Phase.SURVEYING or ballot != self.ballot or key not in self.live():
             return []
-        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.tip, self.begin.round):
+        if have.commit is not None and (have.commit.tip, have.commit.round) == (self.begin.tip, self.begin.round):
             return self._commit(have.commit)
         member = next(member for member in self.begin.members if member.key == key)
         try:
@@ -440,7 +432,7 @@ class Leading:
         root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
         begin, kept = self.begin, tuple(member for member in view if member.key not in self.out)
         keys = tuple(member.key for member in begin.members)
-        commit = msg.Commit(self.tip, begin.round, root, self.rules.samples(begin), keys, kept, self.me)
+        commit = msg.Commit(self.begin.tip, begin.round, root, self.rules.samples(begin), keys, kept, self.me)
         return self._commit(self.signer.sign(commit))
 
     def _commit(self, commit: msg.Commit) -> list[Send | Ask]:

@@ -27,6 +27,7 @@ class AtTip:
         tip: the state that this peer is at.
         commit: the commit that led to this tip, if this peer knows it.
         led: the highest ballot under which this peer has coordinated a round of this tip, and resigned.
+        join_to_begin: seconds from the last JOIN to the last BEGIN of this peer.
         ballot: the highest ballot that it has followed.
         missed: the commit of this tip's round if this peer does not have the result.
         called: whether the round of this tip was called, or has taken place without this peer.
@@ -47,6 +48,7 @@ class AtTip:
     tip: Tip
     commit: msg.Commit | None = None
     led: Ballot = NO_BALLOT
+    join_to_begin: float | None = None
     ballot: Ballot = NO_BALLOT
     missed: msg.Commit | None = None
     called: bool = False
@@ -89,7 +91,6 @@ class InRound:
         gathered: the data that the members gave for all, by key.
         began: when the round began here.
         witnesses: what the members say about its progress.
-        join_to_begin: seconds from the last JOIN to BEGIN, if this peer coordinates it.
         repair: the last repair.
         done: the ballot under which this peer last had all chunks.
         followed: the survey that made the ballot which this peer follows; None while that is the ballot of BEGIN.
@@ -102,7 +103,6 @@ class InRound:
     gathered: dict[bytes, bytes]
     began: float
     witnesses: Witnesses
-    join_to_begin: float | None = None
     repair: msg.Repair | None = None
     done: Ballot | None = None
     followed: msg.Survey | None = None

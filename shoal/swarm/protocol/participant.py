@@ -54,7 +54,7 @@ class State(Enum):
 
 
 class Participant:
-    """One peer's promises and progress at its tip. The note in `coordinator.py` has the rules that prevent two results
+    """One peer's promises and progress at its tip. The note in `leading.py` has the rules that prevent two results
     of one tip; this class implements rule 1.
 
     Events are method calls; actions are appended to `out`.
@@ -66,7 +66,7 @@ class Participant:
         out: receives the actions.
         silence: watches the members that owe something.
         signer: checks the signatures of others.
-        redo: the redo log. By default it keeps nothing.
+        redo: the redo log.
 
     Attributes:
         state: see `State`.
@@ -82,16 +82,9 @@ class Participant:
     """
 
     def __init__(
-        self,
-        view: View,
-        tip: Tip,
-        terms: msg.Terms,
-        out: list[Action],
-        silence: Silence,
-        signer: Signer,
-        redo: RedoLog | None = None,
+        self, view: View, tip: Tip, terms: msg.Terms, out: list[Action], silence: Silence, signer: Signer, redo: RedoLog
     ) -> None:
-        self.signer, self.redo = signer, redo or RedoLog(0)
+        self.signer, self.redo = signer, redo
         self.view, self.terms, self.silence, self._out = view, terms, silence, out
         self.me = view.me.key
         self.state = State.IDLE
@@ -225,21 +218,11 @@ class Participant:
     def _join(self, coordinator: Member) -> None:
         given, view = self.given.input, self.view.fingerprint()
         assert given is not None
+        news = b"" if self.given.introduced == (coordinator.key, view) else view
         join = msg.Join(
-            tip=self.at.tip,
-            sender=self.view.me,
-            terms=self.terms,
-            weight=given.weight,
-            machine=given.machine,
-            state=given.state,
-            attempt=self.at.ballot.number,
-            patience=given.patience,
-            view=b"" if self.given.introduced == (coordinator.key, view) else view,
-            options=given.options,
-            rates=self.given.rates,
-            loss=given.loss,
-            average=given.average,
-        )
+            self.at.tip, self.view.me, self.terms, given.weight, given.machine, given.state, self.at.ballot.number,
+            given.patience, news, given.options, self.given.rates, given.loss, given.average,
+        )  # fmt: skip
         self.state, self.joined = State.JOINED, coordinator.key
         self.at.asked[coordinator.key] = None
         self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
@@ -301,9 +284,8 @@ class Participant:
         check_begin(begin)
         self._is_as_joined(begin, keys.index(self.me))
         self._believe(begin.ballot)
-        require(
-            self.is_begun(begin, sender), "BEGIN without its coordinator's signature, or the second under its ballot"
-        )
+        rule = "BEGIN without its coordinator's signature, or the second under its ballot"
+        require(self.is_begun(begin, sender), rule)
 
     def _is_as_joined(self, begin: msg.Begin, number: int) -> None:
         """Raise RuleBroken if that BEGIN differs from this peer's JOIN in what it says of this peer, which is member
@@ -413,14 +395,6 @@ class Participant:
                 require(is_signed, "a doubt without its sender's signature")  # no honest member passes on such a one
                 against.setdefault(of, set()).add(by)
         return {of for of, by in against.items() if 2 * len(by - {of}) > len(voters - {of})}
-
-    def doubt(self, coordinator: bytes) -> None:
-        """This peer doubts that coordinator of this tip."""
-        self.at.doubted[coordinator] = None
-
-    def depose(self, coordinator: bytes) -> None:
-        """Most members doubt that coordinator of this tip."""
-        self.at.deposed[coordinator] = None
 
     # -- in a round
 
@@ -634,11 +608,6 @@ class Participant:
         """The coordinator has called the round of this tip."""
         self.at.called = True
 
-    def coordinates(self, join_to_begin: float | None) -> None:
-        """This peer itself has begun the round that it is in, so many seconds after the last JOIN."""
-        if self.round is not None:
-            self.round.join_to_begin = join_to_begin
-
     def is_unable(self, key: bytes) -> None:
         """That member has given up the round that this peer is in."""
         if self.round is not None:
@@ -739,9 +708,10 @@ class Participant:
         if self.given.input is None:
             return
         if self.round is not None and exchange is self.round.exchange:
-            gathered, began, join_to_begin = self.round.gathered, self.round.began, self.round.join_to_begin
+            gathered, began, coordinator = self.round.gathered, self.round.began, self.round.begin.ballot.coordinator
         else:
-            gathered, began, join_to_begin = {}, self.given.asked_for_result, None
+            gathered, began, coordinator = {}, self.given.asked_for_result, b""
+        join_to_begin = self.at.join_to_begin if coordinator == self.me else None
         self.given.finished = Outcome(exchange.book.begin, commit, gathered, missed, join_to_begin, began=began)
 
     def miss(self, commit: msg.Commit) -> None:

@@ -101,24 +101,23 @@ class Peer:
         """The coordinator's side; None unless it is this peer's turn."""
         return None if isinstance(self.led, Leading) and self.led.over else self.led
 
+    @property
+    def _gathering(self) -> Gathering | None:
+        """How the round that this peer has coordinated last was gathered."""
+        return self.led.before if isinstance(self.led, Leading) else self.led
+
     def _led_in(self, round_id: bytes) -> Leading | None:
         """The coordinator's side of the round of that name, if that is the last one that this peer has coordinated."""
         return self.led if isinstance(self.led, Leading) and self.led.begin.round == round_id else None
 
     def _leads(self, round_id: bytes) -> Leading | None:
         """The same, if the round is not over."""
-        led = self._led_in(round_id)
-        return None if led is None or led.over else led
+        return led if (led := self._led_in(round_id)) is not None and not led.over else None
 
     @property
     def tip(self) -> Tip:
         """The state that this peer is at."""
         return self.participant.at.tip
-
-    @property
-    def last(self) -> int:
-        """See `AtTip.contributed`."""
-        return self.participant.at.contributed
 
     def hello(self) -> msg.Hello:
         """A HELLO about this peer and the members that it knows."""
@@ -160,8 +159,6 @@ class Peer:
             case msg.Begin():
                 participant.on_begin(sender, message, buffers, now)
                 self.newcomers.is_over(now)
-                if sender == self._me and (lead := self._led_in(message.round)) is not None:
-                    participant.coordinates(lead.join_to_begin)
             case msg.Orphaned():
                 self._on_orphaned(sender, message, buffers, now)
             case msg.Done() | msg.Broken() | msg.Waiting():
@@ -199,8 +196,7 @@ class Peer:
     def answered(self, key: bytes, request: msg.Survey | msg.Repair, answer: object, now: float) -> None:
         """A member has answered the coordinator's request. If `answer` is an exception, there is no answer for that
         reason."""
-        lead = self._leads(request.round)
-        if lead is None:
+        if (lead := self._leads(request.round)) is None:
             return  # nobody waits for the answer any more
         match answer:
             case Exception():
@@ -225,7 +221,7 @@ class Peer:
                 self._elsewhere_than_surveyed(lead, key, request, answer, now)
             case msg.Broken() if lead.took_over and not lead.was_done:
                 self.out.extend(lead.elsewhere(key, now))  # no result can be decided without this peer
-            case msg.Hello(tip=tip) if tip.outranks(lead.tip):
+            case msg.Hello(tip=tip) if tip.outranks(lead.begin.tip):
                 # Either the round was committed without this peer and its members have moved on, or that member lies.
                 self.out.extend(lead.elsewhere(key, now))
                 self.told(key, tip, now)
@@ -356,7 +352,7 @@ class Peer:
         self.doubts.new_tip()
         self.newcomers.new_tip(self.tip, now)
         self._history.punctuality.new_tip()
-        if self.led is not None and self.led.tip != self.tip:
+        if self._gathering is not None and self._gathering.at.tip != self.tip:
             self.led = None
         self.news += 1
         if self.participant.silence.patience.remembers:
@@ -587,11 +583,9 @@ class Peer:
             # members that have gone back to an earlier state.
             there = () if commit is None else {m.key for m in commit.view}.intersection(commit.members)
             veterans = frozenset(key for key in there if not self.view.is_behind(key))
-            haste, patience = self.doubts.haste(), self.participant.silence.patience
-            settled_at, all_until = self._settled_at, self._all_until
-            self.led = lead = Gathering(
-                self._me, at, self.rules, self.signer, self._history, patience, veterans, haste, settled_at, all_until
-            )
+            me, rules, history, times = self._me, self.rules, self._history, (self._settled_at, self._all_until)
+            patience, haste = self.participant.silence.patience, self.doubts.haste()
+            self.led = lead = Gathering(me, at, rules, self.signer, history, patience, veterans, haste, *times)
             self._go_on(lead.expect(self.view.connected(), now), now)
         return lead
 
@@ -610,8 +604,8 @@ class Peer:
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
         """Stop coordinating this tip, and tell the members that have reported or joined here why. A JOIN of this peer
         to itself is void."""
-        before = self.led.before if isinstance(self.led, Leading) else self.led
-        self._send([key for key in (before.heard_from if before is not None else ()) if key != self._me], why)
+        heard_from = {} if self._gathering is None else self._gathering.heard_from
+        self._send([key for key in heard_from if key != self._me], why)
         self.participant.rejoin(self._me)
         self._end_lead()
 
@@ -637,13 +631,12 @@ class Peer:
         """A member has given up the round that it coordinates, or was to take over. If this peer was done, a result may
         be decided, so another member takes the round over. Otherwise the round fails here."""
         round = self.participant.round
-        if round is None or round.begin.round != broken.round:
-            return
-        if sender != (self._coordinator_of_round() or self._successor()):
+        is_of_it = round is not None and round.begin.round == broken.round
+        if round is None or not is_of_it or sender != (self._coordinator_of_round() or self._successor()):
             return
         if round.done is None:
-            error = f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"
-            self.participant.fail(AveragingError(error))
+            why = f"its coordinator is lost, and {PeerID(sender)!r} has given the round up"
+            self.participant.fail(AveragingError(why))
         else:
             self.participant.is_unable(sender)
             self.succeed(now)
@@ -665,17 +658,14 @@ class Peer:
         if self.tip.epoch == 0 and len(self.view.members) > self._met:
             self.settle(now)
         self._met = len(self.view.members)
-        match self.lead:
-            case Leading() as lead:
-                for key in lead.live():
-                    if not self.view.reaches(key):
-                        self.out.extend(lead.put_out(key, "the connection to it was lost", now))
-            case Gathering() as lead:
-                coordinator = self.participant.coordinator()
-                if coordinator.key != self._me:
-                    self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
-                else:
-                    self._go_on(lead.expect(self.view.connected(), now), now)
+        lead = self.lead
+        if isinstance(lead, Leading):
+            for key in [key for key in lead.live() if not self.view.reaches(key)]:
+                self.out.extend(lead.put_out(key, "the connection to it was lost", now))
+        elif lead is not None and (coordinator := self.participant.coordinator()).key != self._me:
+            self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
+        elif lead is not None:
+            self._go_on(lead.expect(self.view.connected(), now), now)
 
     def say(self, me: Member, now: float) -> None:
         """Change what this peer says of itself, and tell all members."""
@@ -728,7 +718,7 @@ class Peer:
         successor = self._successor()
         if successor == self._me:
             lost = {member.key: "lost" for member in begin.members if not self.view.reaches(member.key)}
-            before = Gathering(self._me, participant.at, self.rules, self.signer, until=Until.OVER)
+            before = Gathering(self._me, participant.at, self.rules, self.signer, phase=Until.OVER)
             lead = self.led = Leading.after(before, round, {**participant.told_out, **lost}, self.doubts.evidence)
             self.out.extend(lead.start_survey(now))
         elif successor is not None:
@@ -774,10 +764,6 @@ class Peer:
             self.succeed(now)  # does nothing if this peer still reaches the coordinator
 
     # -- doubts
-
-    def asks_coordinator(self, key: bytes, now: float, samples: float | None = None) -> None:
-        """See `Doubts.asked`."""
-        self.doubts.asked(key, now, samples)
 
     def coordinator_answered(self, key: bytes, joined: msg.Joined | None, now: float) -> None:
         """The coordinator has answered a report, or a JOIN (`joined`)."""
@@ -900,7 +886,7 @@ class Peer:
         lead, participant = self.lead, self.participant
         if isinstance(lead, Leading):
             return lead.live()
-        if lead is not None and lead.until is Until.BEGIN:
+        if lead is not None and lead.phase is Until.BEGIN:
             return list(lead.expected)
         if participant.begin is not None:
             return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]

@@ -14,6 +14,7 @@ from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.view import Member
 
 SlowLink = tuple[int, int, float]  # the two peers, by number, and the rate
+Told = Mapping[bytes, Rates]  # by key: the rates of its links that a member reports
 
 
 class NobodyReduces(ValueError, AssertionError):
@@ -64,9 +65,8 @@ def best_shares(
     """
     fastest = max((*bandwidths, *auxiliary), default=0.0)
     if not fastest > 0:
-        raise NobodyReduces(
-            "every peer of the group has bandwidth 0, so none can reduce: give one a bandwidth, or None for not known"
-        )
+        what = "every peer of the group has bandwidth 0, so none can reduce"
+        raise NobodyReduces(f"{what}: give one a bandwidth, or None for not known")
     members, helpers = [b / fastest for b in bandwidths], [b / fastest for b in auxiliary]
     size = len(members)
     if size <= 2 and any(members):
@@ -91,11 +91,7 @@ def best_shares(
 
 
 def _sparing(
-    members: Sequence[float],
-    helpers: Sequence[float],
-    shares: list[float],
-    slow: Sequence[SlowLink],
-    earliest: float,
+    members: Sequence[float], helpers: Sequence[float], shares: list[float], slow: Sequence[SlowLink], earliest: float
 ) -> list[float]:
     """The approximate shares of the fastest round with slow links. `shares` are the best ones without slow links, and
     `earliest` is the time at which that round would end.
@@ -246,9 +242,8 @@ def chunk_table(sizes: Sequence[int], elements: int) -> list[ChunkSpan]:
     starts = ((buffer, start, size) for buffer, size in enumerate(sizes) for start in range(0, size, elements))
     table = [ChunkSpan(buffer, start, min(start + elements, size)) for buffer, start, size in starts]
     if len(table) > MAX_CHUNKS:
-        raise ValueError(
-            f"{sum(sizes)} elements make {len(table)} chunks of {elements}; at most {MAX_CHUNKS} are allowed"
-        )
+        made = f"{sum(sizes)} elements make {len(table)} chunks of {elements}"
+        raise ValueError(f"{made}; at most {MAX_CHUNKS} are allowed")
     return table
 
 
@@ -267,7 +262,7 @@ def who_reduce(members: Sequence[Member]) -> list[bool]:
     return next((those for those in (direct, able) if any(those)), dialled)
 
 
-def _bandwidths(members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: float) -> list[float]:
+def _bandwidths(members: Sequence[Member], told: Told, nbytes: float) -> list[float]:
     """The bandwidth with which each member reduces, in any unit; 0 for members that do not reduce."""
     given: list[float | None] = [member.bandwidth for member in members]
     if not any(given):
@@ -292,9 +287,7 @@ def _evened(rates: Sequence[float | None]) -> list[float | None]:
     return [None if rate is None else means[rate] for rate in rates]
 
 
-def _slow_links(
-    members: Sequence[Member], told: Mapping[bytes, Rates], nbytes: float
-) -> list[tuple[bytes, bytes, float]]:
+def _slow_links(members: Sequence[Member], told: Told, nbytes: float) -> list[tuple[bytes, bytes, float]]:
     """The links that members report as slow and that are too slow for this round. A report counts if both ends of the
     link make it, or if half of the other members report slow links to the same member. Otherwise a few liars could make
     one member reduce everything, or nothing."""
@@ -314,11 +307,7 @@ def _slow_links(
 
 
 def divide(
-    chunks: int,
-    members: Sequence[Member],
-    smallest: float = 0.0,
-    told: Mapping[bytes, Rates] | None = None,
-    nbytes: float = math.inf,
+    chunks: int, members: Sequence[Member], smallest: float = 0.0, told: Told | None = None, nbytes: float = math.inf
 ) -> tuple[int, ...]:
     """Divide the chunks of a round among its members.
 

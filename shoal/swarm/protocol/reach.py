@@ -268,9 +268,8 @@ class Reaching:
                 "prints to both: DHT(initial_peers=[...]), without client_mode=True. Or open a port of one of them."
             )
         if member.role is Role.CLIENT:
-            way_out = (
-                f"Open the port of this peer's addresses ({_where(self._me)}), so that the client can reach it, or"
-            )
+            where = _where(self._me)
+            way_out = f"Open the port of this peer's addresses ({where}), so that the client can reach it, or"
             return f"{way_out} name in announce_maddrs the address at which it can be reached."
         if addresses and all(address.relay is not None for address in addresses):
             return (
@@ -289,11 +288,8 @@ class Reaching:
 
 
 def _where(member: Member) -> str:
-    where = (
-        f"{'the relay ' if address.relay is not None else ''}{str(address).partition('/p2p/')[0]}"
-        for address in member.multiaddrs()
-    )
-    return ", ".join(where) or "none"
+    kinds = (("" if address.relay is None else "the relay ", address) for address in member.multiaddrs())
+    return ", ".join(f"{kind}{str(address).partition('/p2p/')[0]}" for kind, address in kinds) or "none"
 
 
 def _named(missing: _Missing) -> str:

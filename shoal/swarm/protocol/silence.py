@@ -93,11 +93,8 @@ class Silence:
         # chunks. But if no whole chunk arrives for long, a member's bytes do not count any more: it may send very
         # slowly, or send what nobody has asked for.
         most = MOST_TIMES * self.sender_timeout
-        moving = [
-            key
-            for key, movement in self._movements.items()
-            if movement.goes_on(moved(key)) and now - self._excused_at < self.patience.of(key, most, now)
-        ]
+        moving = [key for key, movement in self._movements.items() if movement.goes_on(moved(key))]
+        moving = [key for key in moving if now - self._excused_at < self.patience.of(key, most, now)]
         # A change of the plan gives members that owe something more time, but is no progress itself.
         progressed, changed = exchange.progressed != self._progressed, book.changes != self._changes
         self.signs += progressed or bool(moving)

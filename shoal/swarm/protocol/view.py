@@ -287,10 +287,8 @@ class View:
 
     def misses(self, tip: Tip, keys: Iterable[bytes]) -> bool:
         """Whether a member that keeps a state was at that tip, and is not among the members of its round, `keys`."""
-        there = set(keys)
-        return any(
-            claim.tip == tip and key not in there and self.keeps_state(key) for key, claim in self._claims.items()
-        )
+        at_it = {key for key, claim in self._claims.items() if claim.tip == tip}
+        return any(map(self.keeps_state, at_it.difference(keys)))
 
     def told(self, key: bytes, tip: Tip, behind: bool) -> bool:
         """A member has said that it holds the state `tip`, which may be `behind` this peer's state. Returns whether the
