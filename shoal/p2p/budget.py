@@ -10,7 +10,7 @@ from typing import Protocol
 PATIENCE = 10.0  # seconds that a message may take while others wait for its memory
 
 
-class Holder(Protocol):
+class _Holder(Protocol):
     """Has a piece of a budget."""
 
     def end(self, reason: str) -> None:
@@ -29,10 +29,10 @@ class Budget:
 
     def __init__(self, free: int) -> None:
         self.free = free
-        self._held: dict[Holder, tuple[int, float]] = {}  # (bytes, since when), the oldest first
+        self._held: dict[_Holder, tuple[int, float]] = {}  # (bytes, since when), the oldest first
         self._waiting: list[Callable[[], object]] = []
 
-    def take(self, holder: Holder, size: int, resume: Callable[[], object]) -> bool:
+    def take(self, holder: _Holder, size: int, resume: Callable[[], object]) -> bool:
         """Take memory, if there is enough and nobody else waits.
 
         Args:
@@ -51,14 +51,14 @@ class Budget:
         self._held[holder] = size, time.monotonic()
         return True
 
-    def give(self, holder: Holder) -> None:
+    def give(self, holder: _Holder) -> None:
         """Give back the memory of a holder, if it has some. All waiting holders ask again."""
         self.free += self._held.pop(holder, (0, 0.0))[0]
         waiting, self._waiting = self._waiting, []
         for resume in waiting:
             asyncio.get_running_loop().call_soon(resume)
 
-    def overdue(self) -> Holder | None:
+    def overdue(self) -> _Holder | None:
         """The holder that has had its memory for longest, if others wait and it has had it for too long; otherwise
         None.
         """
