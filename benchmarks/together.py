@@ -22,8 +22,8 @@ from benchmarks.outer import RESULTS
 from benchmarks.report import Figure, describe, environment, figure_table, number, publish, table
 from shoal.cli.demo import recipe
 from shoal.cli.demo.corpus import Corpus
-from shoal.cli.demo.model import CharacterGPT, ModelShape
-from shoal.cli.demo.settings import load_text
+from shoal.cli.demo.model import CharacterGPT
+from shoal.cli.demo.text import load_text
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the epochs, at which the loss is measured
 RATES = {"AdamW": (1.5e-3, 3e-3, 6e-3), "Muon and AdamW": (2e-2, 4e-2, 8e-2)}
@@ -59,9 +59,9 @@ def make_of(side: str, rate: float) -> Make:
 def trained(corpus: Corpus, make: Make, epochs: int, seed: int) -> list[tuple[float, float]]:
     """(loss, seconds) after each share of the epochs."""
     torch.manual_seed(seed)
-    model = CharacterGPT(ModelShape(vocabulary=len(corpus.vocabulary)))
+    model = CharacterGPT(len(corpus.characters))
     generator = torch.Generator().manual_seed(seed)
-    context = model.shape.context
+    context = model.context
     held_out = corpus.held_out_windows(recipe.HELD_OUT_WINDOWS, context)
     moments = {round(share * epochs) for share in SHARES}
     found, seconds = [], 0.0
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    facts, corpus = environment(), Corpus(load_text(None))
+    facts, corpus = environment(), Corpus(load_text())
     tuned: dict[str, float] = {}
     tried: dict[str, dict[str, float]] = {}
     for side, rates in RATES.items():
@@ -115,7 +115,7 @@ def main() -> None:
         for side in RATES:
             found[side].append(trained(corpus, make_of(side, tuned[side]), given.epochs, seed))
             print(side, seed, found[side][-1], flush=True)
-    tokens = BATCH * ModelShape(vocabulary=1).context
+    tokens = BATCH * CharacterGPT(vocabulary=1).context
     rows = []
     for index, share in enumerate(SHARES):
         for side, runs in found.items():

@@ -12,7 +12,7 @@ FEW = {  # test: how many cases, evenly spaced
     "tests/averaging/test_error_feedback.py::test_without_feedback_it_grows_with_every_round": 1,
     "tests/flat/test_contiguous_copies.py::test_a_compiled_step": 1,
     "tests/flat/test_contiguous_guide.py::test_it_is_found_or_not_as_the_table_says": 3,
-    "tests/flat/test_contiguous_missing_gradients.py::test_unused_layers_are_skipped_and_have_step_counts_of_their_own": 2,
+    "tests/flat/test_contiguous_missing_gradients.py::test_unused_layers_are_skipped_and_have_step_counts_of_their_own": 2,  # noqa: E501
     "tests/flat/test_contiguous_recurrent.py::test_assigned_values_are_trained": 1,
     "tests/flat/test_kernels.py::test_fused_steps_are_the_same_bits_with_any_number_of_threads": 3,
     "tests/flat/test_modes.py::test_flat_memory_is_made_of_plain_tensors": 1,

@@ -29,8 +29,8 @@ from torch import nn
 import shoal
 from shoal.cli.demo import recipe
 from shoal.cli.demo.corpus import Corpus
-from shoal.cli.demo.model import CharacterGPT, ModelShape
-from shoal.cli.demo.settings import load_text
+from shoal.cli.demo.model import CharacterGPT
+from shoal.cli.demo.text import load_text
 from shoal.compression import Blockwise4Bit, Compression, TopK
 
 BATCH = 8  # samples of a step of one peer
@@ -77,10 +77,8 @@ def main() -> None:
     """Trains until the run or the time is over."""
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    corpus = None if given["elements"] else Corpus(load_text(None))
-    model: Any = (
-        Vector(given["elements"]) if corpus is None else CharacterGPT(ModelShape(vocabulary=len(corpus.vocabulary)))
-    )
+    corpus = None if given["elements"] else Corpus(load_text())
+    model: Any = Vector(given["elements"]) if corpus is None else CharacterGPT(len(corpus.characters))
     if given["weights"]:
         model.load_state_dict(torch.load(given["weights"], weights_only=True))
     generator = torch.Generator().manual_seed(given["seed"])
@@ -114,7 +112,7 @@ def main() -> None:
                 model.loss().backward()
                 time.sleep(given["pause"])
             else:
-                model.loss(*corpus.random_windows(BATCH, model.shape.context, generator)).backward()
+                model.loss(*corpus.random_windows(BATCH, model.context, generator)).backward()
             epoch = optimizer.local_epoch
             optimizer.step()
             optimizer.zero_grad()
@@ -131,7 +129,7 @@ def main() -> None:
                     state = optimizer.state_dict()["shoal"]["drift"]["anchor"]
                     for parameter, anchor in zip(model.parameters(), state, strict=True):
                         parameter.copy_(anchor)
-                loss = float(model.loss(*corpus.held_out_windows(recipe.HELD_OUT_WINDOWS, model.shape.context)))
+                loss = float(model.loss(*corpus.held_out_windows(recipe.HELD_OUT_WINDOWS, model.context)))
         say(loss=loss, sent=sent, steps=steps, seconds=took, tip=optimizer.tip)
         if given["save"]:
             torch.save(model.state_dict(), given["save"])

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import shoal
-from shoal.cli.demo.settings import ENOUGH_EPOCHS, Compression, DemoSettings
+from shoal.cli.demo.settings import ENOUGH_EPOCHS, DemoSettings, GradientCodec
 from shoal.cli.demo.text import TextError
 from shoal.cli.keys.command import app as keys_app
 from shoal.cli.watched import Watched
@@ -59,7 +59,7 @@ def demo_command(
         int, typer.Option(help=f"How many epochs they train; from {ENOUGH_EPOCHS} on, what they learned is checked.")
     ] = 150,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill one peer on the way with SIGKILL.")] = True,
-    compression: Annotated[Compression, typer.Option(help="Codec of the averaged gradients.")] = Compression.NONE,
+    compression: Annotated[GradientCodec, typer.Option(help="Codec of the averaged gradients.")] = GradientCodec.NONE,
     seed: Annotated[int, typer.Option(help="Seed of the model and of the batches of each peer.")] = 0,
     data: Annotated[
         Path | None,
@@ -70,12 +70,13 @@ def demo_command(
     ] = None,
 ) -> None:
     """Train a small language model with several peers on this machine; kill one, take in a new one."""
-    from shoal.cli.demo.command import run_demo
+    from shoal.cli.demo.report import run_demo
 
-    folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = str(out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}")
+    text = None if data is None else str(data)
     try:
         settings = DemoSettings(
-            out=folder, peers=peers, epochs=epochs, kill=kill, compression=compression, seed=seed, data=data
+            out=folder, peers=peers, epochs=epochs, kill=kill, compression=compression, seed=seed, data=text
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

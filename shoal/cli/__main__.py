@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from shoal.cli import app
 
-app()
+if __name__ == "__main__":  # the demo's processes import this module, too
+    app()

@@ -47,7 +47,7 @@ def test_help_says_what_stands_for_what(command: tuple[str, ...], says: str, mon
 
 
 def test_the_demos_parent_imports_no_torch() -> None:
-    code = "import sys, shoal.cli, shoal.cli.demo.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.cli, shoal.cli.demo.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

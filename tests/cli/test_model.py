@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from shoal.cli.demo.model import CharacterGPT, ModelShape
+from shoal.cli.demo.model import CharacterGPT
 
 
 @pytest.fixture
 def model() -> CharacterGPT:
     torch.manual_seed(0)
-    return CharacterGPT(ModelShape(vocabulary=98))
+    return CharacterGPT(vocabulary=98)
 
 
 def test_about_a_million_parameters(model: CharacterGPT) -> None:

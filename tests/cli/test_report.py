@@ -1,99 +1,148 @@
-"""What the demo leaves in its folder and shows at its end and on the way."""
+"""What a run comes to: its numbers, every reason for an exit code that is not 0, and what stays in its folder."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
 from shoal.cli.demo import report
-from shoal.cli.demo.record import PeerState, Record
-from shoal.cli.demo.report import write_report
-from shoal.cli.demo.summary import summarise
-from shoal.cli.demo.view import open_view
-from tests.cli.runs import good_run, settings
+from shoal.cli.demo.settings import ENOUGH_EPOCHS
+from tests.cli.fake_peer import report_of
+from tests.cli.runs import EPOCHS, forget, good_run, reported, settings
 
 
-def make_console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
-    output = io.StringIO()
-    return Console(file=output, width=120, force_terminal=terminal), output
+def numbers(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
 
 
-def test_the_folder_holds_table_numbers_text_and_picture(tmp_path: Path) -> None:
+def test_a_good_run_has_no_problem_and_its_folder_has_everything(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    record, console_and_output = good_run(), make_console()
-    console, output = console_and_output
-    write_report(record, summarise(record, settings(tmp_path)), console)
+    problems, shown = reported(good_run(settings(tmp_path)))
+    assert problems == []
     assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.txt", "sample.txt", "loss.png"}
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "report.json").read_text())["loss_after"] == 1.6
     assert (tmp_path / "sample.txt").read_text() == "def f():"
-    for text in ((tmp_path / "report.txt").read_text(), output.getvalue()):
+    for text in ((tmp_path / "report.txt").read_text(), shown):
         assert "yes, in 20 epochs" in text
         assert "1.5 s" in text
+        assert "as promised" in text
+    assert "def f():" in shown
 
 
-def test_problems_are_shown(tmp_path: Path) -> None:
-    record = good_run()
-    record.failures.append("peer 1 fell over")
-    console, output = make_console()
-    write_report(record, summarise(record, settings(tmp_path)), console)
-    assert "problem: peer 1 fell over" in output.getvalue()
+def test_numbers(tmp_path: Path) -> None:
+    reported(good_run(settings(tmp_path)))
+    found = numbers(tmp_path)
+    assert (found["epochs"], found["epochs_compared"]) == (EPOCHS, EPOCHS)
+    assert (found["loss_before"], found["loss_after"], found["bigram_loss"]) == (4.6, 1.6, 2.4)
+    assert found["median_epoch_seconds"] == pytest.approx(1.0)
+    assert found["median_round_seconds"] == pytest.approx(0.2)
+    assert found["median_round_megabytes"] == pytest.approx(16)
+    assert found["recovery_seconds"] == pytest.approx(109.6 - 108.1)
+    assert found["catch_up_seconds"] == pytest.approx(117.04 - 115)
+    assert found["catch_up_after_start_seconds"] == pytest.approx(117.04 - 112)
+    assert found["total_seconds"] == pytest.approx(30)
 
 
-def test_a_short_run_says_what_it_was_too_short_for(tmp_path: Path) -> None:
-    record = good_run()
-    record.peers[4].committed.clear()
-    console, output = make_console()
-    write_report(record, summarise(record, settings(tmp_path)), console)
-    assert "as promised, as far as 20 epochs show" in output.getvalue()
-    assert "not reached in 20 epochs: the newcomer, peer 4, committed no epoch" in output.getvalue()
-    assert "problem" not in output.getvalue()
-    record.failures.append("peer 1 fell over")
-    write_report(record, summarise(record, settings(tmp_path)), console)
-    assert "1 problem " in output.getvalue()
+def test_recovery_ignores_late_reports_of_the_epoch_before_the_kill(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.told["EpochReport"] = [
+        (108.3 if given["epoch"] == 8 and child is not demo.children[3] else at, child, given)
+        for at, child, given in demo.told["EpochReport"]
+    ]
+    reported(demo)
+    assert numbers(tmp_path)["recovery_seconds"] == pytest.approx(109.6 - 108.1)
+
+
+def test_different_digests_are_a_problem(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.told["EpochReport"].append((105.03, demo.children[3], report_of(5, "another")))
+    problems, shown = reported(demo)
+    assert problems == ["in epoch 5 4 peers had 2 different states"]
+    assert "NO" in shown
+    assert "1 problem " in shown
+    assert "problem: in epoch 5" in shown
+
+
+def test_a_downloaded_state_counts_as_one_of_its_epoch(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.told["DownloadReport"].append((116.0, demo.children[4], {"epoch": 16, "state_digest": "digest 16"}))
+    assert reported(demo)[0] == []
+    demo.told["DownloadReport"].append((116.0, demo.children[4], {"epoch": 15, "state_digest": "spoilt"}))
+    assert reported(demo)[0] == ["in epoch 15 4 peers had 2 different states"]
+
+
+def test_a_failure_is_a_problem(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.failures.append("peer 1 ended with exit code 1: boom")
+    assert reported(demo)[0] == ["peer 1 ended with exit code 1: boom"]
+
+
+@pytest.mark.parametrize(("epochs", "enough"), [(ENOUGH_EPOCHS - 1, False), (ENOUGH_EPOCHS, True)])
+def test_a_loss_that_is_not_below_the_bigram_models_is_a_problem_where_there_was_time(
+    epochs: int, enough: bool, tmp_path: Path
+) -> None:
+    demo = good_run(settings(tmp_path, epochs=epochs))
+    demo.told["evaluated"][-1] = (121.0, demo.children[0], (epochs, 2.4))
+    problems, shown = reported(demo)
+    (said,) = problems + numbers(tmp_path)["unreached"]
+    assert "2.400 is not below the bigram model's 2.400" in said
+    assert bool(problems) == enough
+    assert said.endswith("it takes some 60 epochs") == (not enough)
+    assert (f"as promised, as far as {epochs} epochs show" in shown) == (not enough)
+
+
+def test_a_loss_of_an_earlier_epoch_does_not_count_as_the_last(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.told["evaluated"][-1] = (121.0, demo.children[0], (EPOCHS - 1, 1.6))
+    assert reported(demo)[0] == ["the held-out loss at the end was not measured"]
+    assert numbers(tmp_path)["loss_after"] is None
+
+
+def test_a_kill_that_never_happened_is_a_problem_only_when_it_was_asked_for(tmp_path: Path) -> None:
+    for kill in (True, False):
+        demo = good_run(settings(tmp_path, kill=kill))
+        demo.children[3].killed_at = None
+        assert ["no peer was killed" in problem for problem in reported(demo)[0]] == [True] * kill
+
+
+def test_no_epoch_after_the_kill_is_a_problem(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.children[3].killed_at = 200.0
+    assert "no epoch was committed after the kill" in reported(demo)[0]
+
+
+def test_a_newcomer_that_never_takes_part_is_a_problem_where_there_was_time(tmp_path: Path) -> None:
+    for epochs, enough in ((EPOCHS, False), (ENOUGH_EPOCHS, True)):
+        demo = good_run(settings(tmp_path, epochs=epochs))
+        forget(demo, "EpochReport", 4)
+        problems, shown = reported(demo)
+        assert problems == ["the newcomer, peer 4, committed no epoch"] * enough
+        assert ("not reached in 20 epochs: the newcomer, peer 4, committed no epoch" in shown) == (not enough)
+    demo.children.pop()
+    assert "no newcomer was started" in reported(demo)[0][0]
+
+
+def test_peers_that_each_train_alone_are_a_problem(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    forget(demo, "EpochReport", 1, 2, 3, 4)
+    assert "no epoch was committed by more than one peer" in reported(demo)[0]
+
+
+def test_a_run_in_which_nothing_happened_has_no_numbers_but_problems(tmp_path: Path) -> None:
+    demo = good_run(settings(tmp_path))
+    demo.told.clear()
+    demo.children.clear()
+    assert len(reported(demo)[0]) == 4
+    assert numbers(tmp_path)["median_round_seconds"] is None
+    assert numbers(tmp_path)["unreached"] == []
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "can_draw", lambda: False)
-    record = good_run()
-    console, output = make_console()
-    write_report(record, summarise(record, settings(tmp_path)), console)
+    _, shown = reported(good_run(settings(tmp_path)))
     assert not (tmp_path / "loss.png").exists()
-    assert "pip install 'shoal[demo]'" in output.getvalue()
-
-
-def test_lines_tell_of_peers_rounds_and_losses_when_there_is_no_terminal() -> None:
-    console, output = make_console()
-    record = good_run()
-    record.peers[1].state = PeerState.TRAINING
-    with open_view(console, 20) as view:
-        view.note("killed peer 3")
-        view.update(record)
-        view.update(record)
-    lines = output.getvalue()
-    assert "killed peer 3" in lines
-    assert lines.count("held-out loss 1.600 at epoch 20") == 1
-    assert "coordinator peer 2, round 0.20 s (matchmaking 0.010, all-reduce 0.15), 16.0 MB moved" in lines
-    assert "peer 1: loss 2.100, 50 samples/s" in lines
-    assert "\x1b" not in lines
-
-
-def test_the_live_table_shows_every_peer() -> None:
-    console, output = make_console(terminal=True)
-    with open_view(console, 20) as view:
-        view.update(good_run())
-    shown = output.getvalue()
-    assert "peer 2 *" in shown
-    assert "killed" in shown
-    assert "4.0 / 4.0 MB" in shown
-
-
-def test_a_run_in_which_nothing_happened_yet_can_be_shown() -> None:
-    for terminal in (False, True):
-        console, _ = make_console(terminal=terminal)
-        with open_view(console, 20) as view:
-            view.update(Record())
+    assert "pip install 'shoal[demo]'" in shown

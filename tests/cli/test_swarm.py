@@ -1,72 +1,117 @@
-"""The parent's scenario, with peers that only pretend to train: kill, newcomer, failures, and the exit code."""
+"""The script, with peers that only pretend to train: kill, newcomer, failures, and that no process stays."""
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from shoal.cli.demo.record import PeerState, Record
+from shoal.cli.demo.report import write_report
+from shoal.cli.demo.script import Demo, PeerState
 from shoal.cli.demo.settings import DemoSettings
-from shoal.cli.demo.summary import Summary, summarise
-from shoal.cli.demo.swarm import Swarm
+from tests.cli import fake_peer
 
 pytestmark = pytest.mark.processes
 
 
-class Notes:
-    """A view that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def update(self, record: Record) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def run(folder: Path, how: str, *, kill: bool = True) -> tuple[Record, Summary, list[str]]:
-    settings = DemoSettings(out=folder, epochs=20, kill=kill)
-    view = Notes()
-    command = (sys.executable, str(Path(__file__).with_name("fake_peer.py")), how)
-    with Swarm(settings, view, command=command) as swarm:
-        record = swarm.run()
-    return record, summarise(record, settings), view.notes
+def run(folder: Path, peer: Callable[..., None], *, kill: bool = True) -> tuple[Demo, list[str], str]:
+    output = io.StringIO()
+    console = Console(file=output, width=120)
+    with Demo(DemoSettings(out=str(folder), epochs=20, kill=kill), console, peer) as demo:
+        demo.run()
+    shown = output.getvalue()
+    assert not any(child.process.is_alive() for child in demo.children)
+    return demo, write_report(demo, 1.0, console), shown
 
 
 def test_one_peer_is_killed_a_newcomer_joins_and_all_is_well(tmp_path: Path) -> None:
-    record, summary, notes = run(tmp_path, "well")
-    assert summary.problems == []
-    states = {index: peer.state for index, peer in record.peers.items()}
-    assert states.pop(3) == PeerState.KILLED
-    assert states == dict.fromkeys((0, 1, 2, 4), PeerState.FINISHED)
-    assert record.newcomer == 4
-    assert record.sample == "def f():"
-    assert any("SIGKILL" in note for note in notes)
-    assert any("peer 4 downloaded the state of epoch 12: 4.0 MB from 3 peers" in note for note in notes)
+    demo, problems, shown = run(tmp_path, fake_peer.well)
+    assert problems == []
+    finished, killed = PeerState.FINISHED, PeerState.KILLED
+    assert [child.state for child in demo.children] == [finished, finished, finished, killed, finished]
+    assert "with SIGKILL after epoch 8" in shown
+    assert "started newcomer 4" in shown
+    assert "peer 4 downloaded the state of epoch 12: 4.0 MB from 3 peers in 0.10 s" in shown
+    assert "held-out loss 1.600 at epoch 20" in shown
+    assert "of 20: 4 peers, 128 samples, coordinator peer 2, round 0.20 s (matchmaking 0.010, all-reduce 0.15)" in shown
+    assert "peer 1: loss 3.000, 100 samples/s" in shown
+    assert "\x1b" not in shown
 
 
 def test_nobody_is_killed_when_that_is_not_wanted(tmp_path: Path) -> None:
-    record, summary, _ = run(tmp_path, "well", kill=False)
-    assert summary.problems == []
-    assert all(peer.state == PeerState.FINISHED for peer in record.peers.values())
+    demo, problems, _ = run(tmp_path, fake_peer.well, kill=False)
+    assert problems == []
+    assert all(child.state is PeerState.FINISHED for child in demo.children)
 
 
 def test_a_peer_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_path: Path) -> None:
-    record, summary, _ = run(tmp_path, "crash")
-    assert summary.problems == ["peer 1 ended with exit code 1: the fake peer fails as it was told"]
-    assert record.peers[2].state == PeerState.FINISHED
+    demo, problems, _ = run(tmp_path, fake_peer.crash)
+    assert problems == ["peer 1 ended with exit code 1: the fake peer fails as it was told"]
+    assert demo.children[2].state is PeerState.FINISHED
 
 
 def test_different_digests_fail_the_run(tmp_path: Path) -> None:
-    _, summary, _ = run(tmp_path, "differ")
-    assert summary.problems == ["in epoch 3 4 peers had 2 different states"]
+    assert run(tmp_path, fake_peer.differ)[1] == ["in epoch 3 4 peers had 2 different states"]
 
 
-def test_a_line_that_is_no_message_fails_its_peer(tmp_path: Path) -> None:
-    _, summary, _ = run(tmp_path, "babble")
-    (problem,) = summary.problems
-    assert problem.startswith("peer 1 wrote a line that is not a message")
+PARENT = """
+import signal
+import sys
+from rich.console import Console
+from shoal.cli.demo.script import Demo
+from shoal.cli.demo.settings import DemoSettings
+from tests.cli.fake_peer import deaf
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
+    with Demo(DemoSettings(out=sys.argv[1], epochs=100_000), Console(file=sys.stdout), deaf) as demo:
+        demo.run()
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_peer_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen(
+        [sys.executable, "-u", str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pids: list[int] = []
+    try:
+        for line in parent.stdout:
+            if "started" in line:
+                pids.append(int(line.rpartition("process ")[2].rstrip(")\n")))
+            if "training begins" in line:
+                break
+        assert len(pids) == 4
+        assert all(map(is_alive, pids))
+        parent.send_signal(ending)
+        parent.wait(timeout=60)
+        deadline = time.monotonic() + 60.0
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_alive, pids))
+    finally:
+        parent.kill()
+        parent.wait()
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+        parent.stdout.close()

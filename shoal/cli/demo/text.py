@@ -7,93 +7,52 @@ process reads it for itself. All use the same interpreter, so they get the same 
 from __future__ import annotations
 
 import sysconfig
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-DEFAULT_MAX_CHARACTERS = 4_000_000
+MOST_CHARACTERS = 4_000_000
 HELD_OUT_EVERY = 10
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 class TextError(ValueError):
     """The text cannot be used; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A training part and a held-out part that share no file (or, for a single file, no passage)."""
 
     train: str
     held_out: str
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """At most 256 characters, numbered in a stable order. All other characters become the unknown one, number 0."""
+def load_text(data: str | None = None, most: int = MOST_CHARACTERS) -> Text:
+    """At most ``most`` characters of the UTF-8 file ``data``, or of the standard library's source.
 
-    characters: str
-
-    @classmethod
-    def of(cls, text: str) -> Vocabulary:
-        """The 255 most frequent characters of ``text``, ties by code point, after the unknown one."""
-        counts = Counter(text)
-        counts.pop(_UNKNOWN, None)
-        frequent = sorted(counts, key=lambda character: (-counts[character], character))[:255]
-        return cls(_UNKNOWN + "".join(sorted(frequent)))
-
-    def __len__(self) -> int:
-        return len(self.characters)
-
-    def encode(self, text: str) -> bytes:
-        """One byte per character of ``text``: the character's number."""
-        numbers = {character: index for index, character in enumerate(self.characters)}
-        table = {ord(character): numbers.get(character, 0) for character in set(text)}
-        return text.translate(table).encode("latin-1")
-
-    def decode(self, numbers: bytes) -> str:
-        """The inverse of :meth:`encode`, except for unknown characters."""
-        return "".join(self.characters[number] for number in numbers)
-
-
-def standard_library_text(max_characters: int = DEFAULT_MAX_CHARACTERS) -> Text:
-    """The standard library's ``.py`` files by sorted path, tests left out; each tenth file is held out.
-
-    Stops before the file that would exceed ``max_characters``.
+    Of a file, the last tenth is held out; of the standard library (its ``.py`` files by sorted path, tests left out, up
+    to the first that would be too much), each tenth file.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    train: list[str] = []
-    held_out: list[str] = []
-    total = 0
-    for index, path in enumerate(_source_files(root)):
-        source = path.read_text(encoding="utf-8", errors="replace")
-        total += len(source)
-        if total > max_characters:
-            break
-        (held_out if index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).append(source)
-    return _checked(Text("".join(train), "".join(held_out)), root)
-
-
-def file_text(path: Path, max_characters: int = DEFAULT_MAX_CHARACTERS) -> Text:
-    """The first ``max_characters`` characters of a UTF-8 file; the last tenth of them is held out."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            content = file.read(max_characters)
-    except OSError as error:
-        raise TextError(f"the text {path} cannot be read: {error.strerror}; name a readable text file") from error
-    cut = len(content) - len(content) // HELD_OUT_EVERY
-    return _checked(Text(content[:cut], content[cut:]), path)
-
-
-def _source_files(root: Path) -> list[Path]:
-    files = (path.relative_to(root) for path in root.rglob("*.py"))
-    return [root / path for path in sorted(files) if not _SKIPPED_FOLDERS.intersection(path.parts)]
-
-
-def _checked(text: Text, source: Path) -> Text:
-    smallest = min(len(text.train) // (HELD_OUT_EVERY - 1), len(text.held_out))
-    if smallest < 1_000:
+    if data is None:
+        source = Path(sysconfig.get_path("stdlib"))
+        paths = sorted(path.relative_to(source) for path in source.rglob("*.py"))
+        parts: tuple[list[str], list[str]] = ([], [])
+        for index, path in enumerate(path for path in paths if not _SKIPPED.intersection(path.parts)):
+            content = (source / path).read_text(encoding="utf-8", errors="replace")
+            most -= len(content)
+            if most < 0:
+                break
+            parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(content)
+        text = Text(*map("".join, parts))
+    else:
+        source = Path(data)
+        try:
+            with source.open(encoding="utf-8", errors="replace") as file:
+                content = file.read(most)
+        except OSError as error:
+            raise TextError(f"the text {source} cannot be read: {error.strerror}; name a readable text file") from error
+        cut = len(content) - len(content) // HELD_OUT_EVERY
+        text = Text(content[:cut], content[cut:])
+    if min(len(text.train) // (HELD_OUT_EVERY - 1), len(text.held_out)) < 1_000:
         found = len(text.train) + len(text.held_out)
         raise TextError(f"{source} holds {found} characters, and the demo needs 20000 or more; choose a longer --data")
     return text
