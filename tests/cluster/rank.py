@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from tests.cluster.killed import die, die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
 from tests.telling import say
+from tests.workers.killed import die, die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),

@@ -17,7 +17,9 @@ from shoal.membership.membership import MEMBERSHIP
 from tests.forked import ROOT
 from tests.optim.closed_runs import Club
 from tests.optim.processes import Pool, by_epoch, events, training
+from tests.peers import ask_all
 from tests.waiting import wait_until
+from tests.workers.training import Training
 
 
 @pytest.fixture
@@ -45,8 +47,7 @@ def test_two_volunteers_with_codes_train_together(pool: Pool, club: Club, url: s
     files = [club.identity(name)[0] for name in "ab"]
     admission = [[url, "one"], [url, "two"]]
     with training(pool, 2, run_id=club.run_id, identity=files, admission=admission, matchmaking_time=3.0) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: all(sum(event.get("peers") == 2 for event in events(p)) >= 3 for p in peers.all))
         by_epoch([events(peer) for peer in peers.all])
 

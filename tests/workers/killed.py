@@ -18,8 +18,20 @@ from tests import telling
 
 
 def die() -> None:
-    time.sleep(0.02)  # what was sent before is on its way: the kernel has it
+    time.sleep(0.05)  # what was sent before is on its way: the kernel has it
     telling.die()
+
+
+def before_sending(act: Callable[[Swarm, Send], None]) -> None:
+    """Arrange for that to be called before a swarm sends a message."""
+    perform = Swarm._do
+
+    def acting(self: Swarm, action: Any) -> None:
+        if isinstance(action, Send):
+            act(self, action)
+        return perform(self, action)
+
+    Swarm._do = acting  # type: ignore[method-assign]
 
 
 def die_when_stepping(is_time: Callable[[], bool], kind: type = torch.optim.AdamW) -> None:
@@ -36,15 +48,13 @@ def die_when_sending(in_strand: bool, is_time: Callable[[], bool]) -> None:
     """Arrange for this process to be killed, once it `is_time`: in a strand's round when it is about to send a part of
     its gradients or, if it reduces, a result; or in the run's own round when it is about to say that it is done, or how
     the round has ended."""
-    kinds, perform = (Part, Result) if in_strand else (Done, Commit), Swarm._do
+    kinds = (Part, Result) if in_strand else (Done, Commit)
 
-    def counting(self: Swarm, action: Any) -> None:
-        is_of_strand = "/strand/" in self.peer.view.run_id
-        if is_of_strand == in_strand and isinstance(action, Send) and isinstance(action.message, kinds) and is_time():
+    def look(swarm: Swarm, action: Send) -> None:
+        if ("/strand/" in swarm.peer.view.run_id) == in_strand and isinstance(action.message, kinds) and is_time():
             die()
-        return perform(self, action)
 
-    Swarm._do = counting  # type: ignore[method-assign]
+    before_sending(look)
 
 
 def die_when_committed(is_time: Callable[[], bool]) -> None:
