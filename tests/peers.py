@@ -9,13 +9,12 @@ import json
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 
-from tests.forked import ROOT as ROOT
 from tests.forked import ForkedProcess
 from tests.workers.commands import Begun, command_of
 
@@ -54,10 +53,21 @@ class Talking:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended and all that it has said was heard, and say how, see ForkedProcess."""
+        code = self.process.wait(timeout)
+        self._reader.join()
+        return code
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
-        self.process.wait()
+        self.wait()
+
+    def leave(self, timeout: float = 60.0) -> int:
+        """Tell it that nothing more comes, and wait as `wait` does."""
+        self.process.stdin.close()
+        return self.wait(timeout)
 
     def hang(self) -> None:
         """SIGSTOP: its connections stay, and nothing in it runs."""
@@ -69,7 +79,6 @@ class Talking:
     def end(self) -> None:
         """Leave nothing behind, whatever it is doing."""
         self.kill()
-        self._reader.join()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):  # it was told something when it was gone
                 pipe.close()
@@ -123,12 +132,13 @@ class Worker(Talking, Generic[Role]):
     """
 
     def __init__(self, role: type[Role], environment: dict[str, str] | None = None, log: Path | None = None) -> None:
-        super().__init__("tests.workers", role.__module__, role.__name__, environment=environment, log=log)
+        self.role = role
         self.said: list[dict[str, Any]] = []
         """What it has said without being asked."""
+        super().__init__("tests.workers", role.__module__, role.__name__, environment=environment, log=log)
 
     def _hear(self, line: dict[str, Any]) -> None:
-        if line.keys() & {"answer", "error"}:
+        if line.keys() <= {"answer", "error"}:
             self._answers.put(line)
         else:
             self.said.append(line)
@@ -178,3 +188,32 @@ def ask_all(
 ) -> list[Answer]:
     """Tell all of them at once, and wait for their answers."""
     return [answer() for answer in [worker.tell(method, *args, **kwargs) for worker in workers]]
+
+
+def outcomes(told: Iterable[Callable[[], Answer]]) -> list[Answer | None]:
+    """What each answers; None of who has failed, or was killed."""
+    found: list[Answer | None] = []
+    for answer in told:
+        try:
+            found.append(answer())
+        except (Failed, Ended) as error:
+            print(error)
+            found.append(None)
+    return found
+
+
+@contextlib.contextmanager
+def workers(role: type[Role], count: int, **given: Any) -> Iterator[list[Worker[Role]]]:
+    """So many of a role that takes `initial_peers`, which find each other through the first."""
+    made = [Worker(role) for _ in range(count)]
+    try:
+        for worker in made:
+            worker.begin(role, initial_peers=made[0].addresses, **given)
+            if worker is made[0]:
+                worker.started()
+        for worker in made[1:]:
+            worker.started()
+        yield made
+    finally:
+        for worker in made:
+            worker.end()

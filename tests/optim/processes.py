@@ -10,9 +10,15 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from tests.peers import Ended, Failed, Worker, ask_all
+import msgspec
+
+from tests.peers import Ended, Worker
+from tests.peers import Failed as Failed
+from tests.peers import ask_all as ask_all
 from tests.waiting import wait_until
-from tests.workers.training import State, Trained, Training
+from tests.workers.training import State
+from tests.workers.training import Trained as Trained
+from tests.workers.training import Training as Training
 
 Peer = Worker[Training]
 OPTIONS = inspect.signature(Training).parameters
@@ -23,18 +29,13 @@ class Pool:
 
     def __init__(self) -> None:
         self.idle: list[Peer] = []
-        self.busy: list[Peer] = []
+        self._all: list[Peer] = []
 
     def take(self, count: int) -> list[Peer]:
         """So many workers, without a training."""
-        taken = [self.idle.pop() if self.idle else Worker(Training) for _ in range(count)]
-        self.busy += taken
-        return taken
-
-    def put_back(self, worker: Peer) -> None:
-        """It has no training after all."""
-        self.busy.remove(worker)
-        self.idle.append(worker)
+        new = [Worker(Training) for _ in range(count - len(self.idle))]
+        self._all += new
+        return new + [self.idle.pop() for _ in range(count - len(new))]
 
     def give_back(self, workers: list[Peer]) -> None:
         """End their trainings; those that do not obey are killed."""
@@ -48,12 +49,11 @@ class Pool:
             try:
                 answer(timeout=20.0)
                 self.idle.append(worker)
-            except (queue.Empty, Ended, Failed):
+            except (queue.Empty, Ended, Failed, msgspec.ValidationError):
                 worker.end()
-        self.busy = [worker for worker in self.busy if worker not in workers]
 
     def end(self) -> None:
-        for worker in self.idle + self.busy:
+        for worker in self._all:
             worker.end()
 
 

@@ -16,10 +16,8 @@ from examples.admission import membership_from
 from shoal.membership.membership import MEMBERSHIP
 from tests.forked import ROOT
 from tests.optim.closed_runs import Club
-from tests.optim.processes import Pool, by_epoch, events, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 
 @pytest.fixture

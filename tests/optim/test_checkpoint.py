@@ -15,9 +15,8 @@ from torch import nn
 
 import shoal
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model
-from tests.optim.processes import Peers, Pool, events, fixed, training
+from tests.optim.processes import Peers, Pool, Trained, Training, events, fixed, training
 from tests.soaked import only_in_soak
-from tests.workers.training import Trained, Training
 
 Alone = Callable[..., shoal.Optimizer]
 

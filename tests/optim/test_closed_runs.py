@@ -24,12 +24,10 @@ from shoal.swarm.protocol.messages import Message, Progress
 from shoal.swarm.protocol.view import Member, Role
 from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, transfer_service
 from tests.optim.closed_runs import Club, Counting, stranger
-from tests.optim.processes import Pool, by_epoch, events, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 from tests.swarm.rounds import TIP
 from tests.swarm.test_messages import GOOD
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 FAST = {"matchmaking_time": 3.0, "averaging_timeout": 10.0}
 

@@ -21,11 +21,9 @@ from shoal.compression import (
 )
 from shoal.optim.accumulator import EpochGradients
 from tests.optim.models import flat, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, fixed, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, stopped, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 BY_SIZE = SizeAdaptiveCompression(100, Float16Compression(), Uniform8BitQuantization())
 """Of the model's six tensors two are large."""
@@ -97,8 +95,7 @@ def test_a_newcomer_with_a_lossy_state_is_alike_after_the_next_round(pool: Pool)
         [newcomer] = peers.add(1, seed=77)
         newcomer.ask(Training.train, batch=8, pause=0.05)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 4)
-        last = max(event["epoch"] for peer in old for event in events(peer)) + 4
-        states = ask_all(peers.all, Training.stop, last)
+        states = stopped(peers.all, 4)
         histories = [events(peer) for peer in peers.all]
     newest = histories[2]
     downloads = [event for event in newest if event["kind"] == "download"]

@@ -13,10 +13,8 @@ import torch
 import shoal
 from tests.optim.ending import is_done
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, fixed, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, five_more, fixed, stopped, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 Alone = Callable[..., shoal.Optimizer]
 SHARES = [(0, 8), (8, 40), (40, 64)]
@@ -279,10 +277,7 @@ def test_a_kill_during_a_round_in_the_background(pool: Pool) -> None:
         victim, *survivors = peers.all
         victim.ask(Training.die_as_coordinator)
         victim.process.wait(100)
-        seen = len(events(survivors[0]))
-        wait_until(lambda: len(events(survivors[0])) >= seen + 5)
-        stopped(survivors)
-        histories = [events(peer) for peer in survivors]
+        _, histories = five_more(survivors)
     by_epoch(histories)
     assert all(event["kind"] == "epoch" for history in histories for event in history), "a survivor had to download"
     assert all([event["peers"] for event in history[-3:]] == [2, 2, 2] for history in histories)

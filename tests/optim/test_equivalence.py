@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
-from tests.optim.processes import Peers, Pool, fixed, training
-from tests.workers.training import Training
+from tests.optim.processes import Peers, Pool, Training, fixed, training
 
 EPOCHS = 20
 SHARES = [(0, 8), (8, 24), (24, 36), (36, 64)]
@@ -18,7 +17,6 @@ def train_fixed(peers: Peers, parts: tuple[int, ...] = (1, 1, 1, 1)) -> tuple[to
     answers = fixed(peers.all, SHARES, EPOCHS, parts)
     digests = []
     for peer, answer in zip(peers.all, answers, strict=True):
-        assert answer is not None
         assert answer["epoch"] == EPOCHS
         events = peer.ask(Training.report)["events"]
         assert [event["kind"] for event in events] == ["epoch"] * EPOCHS, "an epoch was not one round of all four"

@@ -15,10 +15,8 @@ import torch
 import shoal
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, events, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, events, stopped, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 
 @pytest.fixture

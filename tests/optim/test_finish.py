@@ -12,9 +12,7 @@ import pytest
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
-from tests.peers import ask_all
-from tests.workers.training import Training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 
 LAST = 4
 

@@ -7,10 +7,8 @@ from statistics import median
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, gaps, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, gaps, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 ALONE = "going on with this peer's own gradients"
 

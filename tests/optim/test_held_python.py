@@ -6,11 +6,9 @@ import time
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, stopped, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 pytestmark = pytest.mark.long
 

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, five_more, gaps, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
-from tests.workers.training import Training
+from tests.workers.training import Phase
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "offloaded and delayed": {"offload_optimizer": True, "delay_grad_averaging": True},
     "diloco": {"inner_steps": 4, "target": None},
 }
-PHASES = ["in the round", "committed", "stepping"]
+PHASES: list[Phase] = ["in the run's round", "committed", "stepping"]
 MOST_SECONDS = 9.0  # more than usual, from one epoch to the next
 
 

@@ -15,10 +15,8 @@ import torch
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, stopped, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 Peers = list[tuple[torch.nn.Module, shoal.Optimizer]]
 

@@ -9,10 +9,8 @@ from shoal.compression import NoCompression, TensorRole
 from shoal.flat import Layout
 from shoal.optim.state import SharedTensors
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, fixed, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, stopped, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 SHARES = [(0, 24), (24, 64)]
 EPOCHS = 6
@@ -50,7 +48,7 @@ def test_peers_step_alone_and_average_their_parameters(pool: Pool, every: int, p
         delay_state_averaging=False,
         average_state_every=every,
     ) as peers:
-        answers = fixed(peers.all, SHARES, EPOCHS, parts)
+        answers = fixed(peers.all, SHARES, EPOCHS, [parts] * 2)
         histories = [events(peer) for peer in peers.all]
     assert answers[0]["parameters_digest"] == answers[1]["parameters_digest"]
     assert answers[0]["statistics"] != answers[1]["statistics"], "the momentum is each peer's own"

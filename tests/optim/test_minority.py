@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 
 @pytest.mark.long

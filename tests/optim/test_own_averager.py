@@ -15,10 +15,8 @@ import torch
 import shoal
 from shoal.optim.rounds import AveragerRounds
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, gaps, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, gaps, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 
 def make(dht: shoal.DHT, **arguments: Any) -> tuple[torch.nn.Module, shoal.Optimizer]:

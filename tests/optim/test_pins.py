@@ -16,10 +16,8 @@ import shoal
 from shoal.membership import OwnerKey
 from tests.optim.closed_runs import Club
 from tests.optim.models import make_model
-from tests.optim.processes import Peer, Pool, events, training
-from tests.peers import ask_all
+from tests.optim.processes import Peer, Pool, Training, ask_all, events, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 FORGED_EPOCH = 1_000_003
 FAST = {"matchmaking_time": 3.0, "averaging_timeout": 10.0}

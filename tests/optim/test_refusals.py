@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Peers, Pool, begin, by_epoch, events, gaps, stopped, training
-from tests.peers import Failed, ask_all
+from tests.optim.processes import (
+    Failed,
+    Peers,
+    Pool,
+    Training,
+    ask_all,
+    begin,
+    by_epoch,
+    events,
+    gaps,
+    stopped,
+    training,
+)
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 
 def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:
@@ -21,7 +31,7 @@ def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:
     begin(worker, peers.addresses, run)
     with pytest.raises(Failed) as refused:
         worker.started()
-    pool.put_back(worker)
+    pool.idle.append(worker)
     return str(refused.value)
 
 

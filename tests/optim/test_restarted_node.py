@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.optim.processes import Peer, Pool, begin, events, training
+from tests.optim.processes import Peer, Pool, Training, begin, events, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 pytestmark = pytest.mark.long
 
@@ -50,7 +49,6 @@ def test_a_node_that_comes_back_and_its_clients_are_one_again(pool: Pool, tmp_pa
         killed = time.monotonic()
         wait_until(lambda: all(any(e["time"] > killed + 1 for e in events(client)) for client in clients))
         peers.all.remove(node)
-        pool.busy.remove(node)
         node.end()
         [again] = pool.take(1)
         peers.all.append(again)

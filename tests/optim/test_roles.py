@@ -11,10 +11,8 @@ from blake3 import blake3
 import shoal
 from shoal.flat import bytes_of
 from tests.optim.models import OPTIMIZERS, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, fixed, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 SHARES = [(0, 8), (8, 40), (40, 64)]
 EPOCHS = 6

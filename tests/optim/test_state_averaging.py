@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Peers, Pool, events, fixed, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Peers, Pool, Trained, Training, ask_all, events, fixed, stopped, training
 from tests.waiting import wait_until
-from tests.workers.training import Trained, Training
 
 SHARES = [(0, 8), (8, 40), (40, 64)]
 EPOCHS = 6
@@ -19,7 +17,7 @@ EPOCHS = 6
 
 def train(peers: Peers, epochs: int = EPOCHS) -> tuple[list[Trained], list[list[dict[str, Any]]]]:
     """That many epochs of the fixed batches; how the peers end, and what they reported."""
-    trained = fixed(peers.all, SHARES, epochs)
+    trained = fixed(peers.all, SHARES[: len(peers.all)], epochs)
     return trained, [events(peer) for peer in peers.all]
 
 

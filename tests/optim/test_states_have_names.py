@@ -11,10 +11,8 @@ import torch
 import shoal
 from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Pool, by_epoch, events, fixed, stopped, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, stopped, training
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 
 def lone(dht: shoal.DHT, seed: int = 0) -> tuple[torch.nn.Module, shoal.Optimizer]:

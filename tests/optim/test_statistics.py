@@ -21,8 +21,7 @@ from shoal.flat import Layout
 from shoal.optim.state import SharedTensors, TrainingState
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, fixed, training
-from tests.workers.training import Trained
+from tests.optim.processes import Pool, Trained, by_epoch, events, fixed, training
 
 LOSSY: list[Compression] = [
     Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(), Quantile8BitQuantization(),

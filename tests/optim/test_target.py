@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, events, gaps, training
+from tests.optim.processes import Pool, Training, events, gaps, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
-from tests.workers.training import Training
 
 pytestmark = pytest.mark.long
 

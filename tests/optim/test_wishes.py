@@ -13,10 +13,8 @@ import torch
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, fixed, training
-from tests.peers import ask_all
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, training
 from tests.soaked import only_in_soak
-from tests.workers.training import Training
 
 Alone = Callable[..., shoal.Optimizer]
 SHARES = [(0, 8), (8, 40), (40, 64)]

@@ -34,7 +34,7 @@ def before_sending(act: Callable[[Swarm, Send], None]) -> None:
     Swarm._do = acting  # type: ignore[method-assign]
 
 
-def die_when_stepping(is_time: Callable[[], bool], kind: type = torch.optim.AdamW) -> None:
+def die_when_stepping(is_time: Callable[[], bool], kind: type) -> None:
     """Arrange for this process to be killed when it is about to step an optimizer of this kind, once it `is_time`."""
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -73,3 +73,16 @@ def die_when_committed(is_time: Callable[[], bool]) -> None:
 def die_when_downloading() -> None:
     """Arrange for this process to be killed when the first bytes of a state arrive."""
     _Fetch.take = lambda *_: die()  # type: ignore[assignment, method-assign]
+
+
+def die_in(phase: str, is_time: Callable[[], bool] = lambda: True, steps: type = torch.optim.AdamW) -> None:
+    """Arrange for this process to be killed in a phase of these, or in none."""
+    match phase:
+        case "in a strand's round" | "in the run's round":
+            die_when_sending(phase == "in a strand's round", is_time)
+        case "committed":
+            die_when_committed(is_time)
+        case "stepping":
+            die_when_stepping(is_time, steps)
+        case "downloading":
+            die_when_downloading()

@@ -23,7 +23,8 @@ from shoal.optim.reports import Event
 from shoal.outer.exact_sgd import ExactSGD
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.telling import die
-from tests.workers.killed import die_when_committed, die_when_downloading, die_when_sending, die_when_stepping
+from tests.workers.digests import digest_of
+from tests.workers.killed import die_in
 
 FACTORIES = {
     "GradientAverager": shoal.GradientAverager,
@@ -32,7 +33,7 @@ FACTORIES = {
 REAL_MACHINE = machines.this_machine
 
 
-Phase = Literal["in the round", "committed", "stepping", "downloading"]
+Phase = Literal["in the run's round", "committed", "stepping", "downloading"]
 
 
 class State(TypedDict):
@@ -301,15 +302,7 @@ class Training:
 
     def die_in(self, phase: Phase, outer: bool = False) -> None:
         """SIGKILL itself when it comes to that phase, of an epoch of inner steps with `outer`."""
-        match phase:
-            case "in the round":
-                die_when_sending(in_strand=False, is_time=lambda: True)
-            case "committed":
-                die_when_committed(lambda: True)
-            case "stepping":
-                die_when_stepping(lambda: True, ExactSGD if outer else torch.optim.AdamW)
-            case "downloading":
-                die_when_downloading()
+        die_in(phase, steps=ExactSGD if outer else torch.optim.AdamW)
 
     def die_as_coordinator(self) -> None:
         """SIGKILL itself before a step, once it coordinates."""
@@ -374,7 +367,7 @@ class Training:
         scheduler = self._optimizer.scheduler
         return State(
             epoch=self._optimizer.local_epoch,
-            parameters_digest=blake3(bytes_of(flat(self._model))).hexdigest(),
+            parameters_digest=digest_of(self._model.parameters()),
             statistics=statistics.hexdigest(),
             scheduler=None if scheduler is None else {k: repr(v) for k, v in scheduler.state_dict().items()},
             extra=self._extra.tolist(),
