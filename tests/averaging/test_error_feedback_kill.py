@@ -11,7 +11,8 @@ import torch
 
 from shoal.compression import Blockwise4Bit, Codec, Compression, NoCompression, TopK
 from tests.averaging.processes import running
-from tests.peers import PeerProcess
+from tests.peers import outcomes
+from tests.workers.averager import Averager
 
 pytestmark = pytest.mark.processes
 
@@ -53,18 +54,20 @@ def test_a_reducer_that_is_killed_costs_no_more_than_a_round(
     with running(3, ELEMENTS, min_matchmaking_time=15.0, part_size_bytes=PART_SIZE_BYTES, **options) as peers:
         missing, owed, largest = torch.zeros(ELEMENTS, dtype=torch.float64), [torch.zeros(ELEMENTS)] * 2, 0.0
         for round_number in range(ROUNDS):
-            alive: list[PeerProcess] = peers if round_number <= KILLED else peers[:2]
+            alive = peers if round_number <= KILLED else peers[:2]
             if round_number == KILLED:
-                peers[2].ask(do="die", where=where, number=number)
-            for peer, process in enumerate(alive):
+                peers[2].ask(Averager.die, where, number)
+            told = [
                 process.tell(
-                    do="round", value=0.0, seed=seed(round_number, peer), weight=[1.0, 3.0, 1e-9][peer],
+                    Averager.round, 0.0, seed=seed(round_number, peer), weight=[1.0, 3.0, 1e-9][peer],
                     save=str(tmp_path / f"{peer}"),
-                )  # fmt: skip
-            answers = [process.hear() for process in alive]
+                )
+                for peer, process in enumerate(alive)
+            ]  # fmt: skip
+            answers = outcomes(told)
             if round_number == KILLED:
                 assert answers[2] is None, "it was not killed in the round"
-            assert all(answer is not None and "error" not in answer for answer in answers[:2]), answers
+            assert None not in answers[:2], answers
             drifts = [contributed(round_number, peer) for peer in range(2)]
             largest = max(largest, *(error_of(parts, d + e) for d, e in zip(drifts, owed, strict=True)))
             (result, *_), (other, *_) = saved = [torch.load(tmp_path / f"{peer}") for peer in range(2)]

@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from tests.averaging.processes import all_round, running
-from tests.peers import PeerProcess
+from tests.averaging.processes import Peer, all_round, running
+from tests.workers.averager import Averager
 
 pytestmark = pytest.mark.processes
 
@@ -16,8 +16,8 @@ PART_SIZE_BYTES = 1 << 16
 """92 parts, so that a peer can be killed in the middle of them."""
 
 
-def coordinator_of(peers: list[PeerProcess]) -> PeerProcess:
-    name = peers[0].ask(do="coordinator")["coordinator"]
+def coordinator_of(peers: list[Peer]) -> Peer:
+    name = peers[0].ask(Averager.coordinator)
     return next(peer for peer in peers if peer.peer == name)
 
 
@@ -36,17 +36,17 @@ def test_survivors_commit_the_same(victim_is: str, where: str, number: int) -> N
         healthy = []
         for _ in range(3):
             answers = all_round(peers)
-            assert all(answer is not None and "error" not in answer for answer in answers), answers
+            assert None not in answers, answers
             healthy.append(max(answer["seconds"] for answer in answers if answer))
         coordinator = coordinator_of(peers)
         victim = coordinator if victim_is == "coordinator" else next(p for p in peers if p is not coordinator)
-        victim.ask(do="die", where=where, number=number)
+        victim.ask(Averager.die, where, number)
         answers = all_round(peers)
         survivors = [peer for peer in peers if peer is not victim]
         results = [answer for peer, answer in zip(peers, answers, strict=True) if peer is not victim]
         assert answers[peers.index(victim)] is None, "the victim was not killed in the round"
         assert victim.process.wait() == -9
-        assert all(result is not None and "error" not in result for result in results), results
+        assert None not in results, results
         assert len({result["digest"] for result in results if result}) == 1
         slowest = max(result["seconds"] for result in results if result)
         assert slowest <= median(healthy[1:]) + 9.0, (slowest, healthy)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.averaging.processes import WORKER
-from tests.peers import PeerProcess
+from tests.peers import Worker, ask_all
+from tests.workers.averager import Averager
 
 pytestmark = pytest.mark.processes
 
@@ -23,51 +22,34 @@ def free_port() -> int:
 
 def test_the_clients_of_a_node_that_was_restarted_are_its_members_again(tmp_path: Path) -> None:
     """They can be dialled by nobody, and the node was all that they knew of the DHT and of the run."""
-    averager = {"prefix": "test"}
-    node_options: dict[str, Any] = {
-        "elements": 100,
-        "averager": averager,
-        "dht": {
-            "host_maddrs": [f"/ip4/127.0.0.1/tcp/{free_port()}"],
-            "identity_path": str(tmp_path / "identity"),
-        },
-    }
-    peers = [PeerProcess(WORKER, node_options)]
+    listening = [f"/ip4/127.0.0.1/tcp/{free_port()}"]
+    node_dht = {"host_maddrs": listening, "identity_path": str(tmp_path / "identity")}
+    peers = [Worker(Averager) for _ in range(3)]
     try:
-        peers[0].started()
-        addresses, names = peers[0].addresses, [peers[0].peer]
-        client_options = {
-            "elements": 100,
-            "averager": averager,
-            "initial_peers": addresses,
-            "dht": {"client_mode": True},
-        }
-        clients = [PeerProcess(WORKER, client_options) for _ in range(2)]
-        peers += clients
+        node, *clients = peers
+        node.begin(Averager, [], 100, {}, node_dht)
+        node.started()
+        for client in clients:
+            client.begin(Averager, node.addresses, 100, {}, {"client_mode": True})
         for client in clients:
             client.started()
-            names.append(client.peer)
-        for client in clients:
-            assert client.ask(do="members", members=2, seconds=100)["members"] == sorted({names[0], client.peer})
-        peers[0].kill()
+            members, _ = client.ask(Averager.members, 2, seconds=100)
+            assert members == sorted({node.peer, client.peer})
+        node.kill()
         killed = time.monotonic()
         for client in clients:
-            assert client.ask(do="members", members=1, seconds=100)["members"] == [client.peer]
-        again = PeerProcess(WORKER, node_options)
+            assert client.ask(Averager.members, 1, seconds=100)[0] == [client.peer]
+        again = Worker(Averager)
         peers.append(again)
+        again.begin(Averager, [], 100, {}, node_dht)
         again.started()
         away = time.monotonic() - killed
-        assert (again.addresses, again.peer) == (addresses, names[0])
-        for client in clients:
-            client.tell(do="members", members=2, seconds=100)
-        for client in clients:
-            answer = client.hear()
-            assert answer is not None
-            assert answer["members"] == sorted({names[0], client.peer})
-            assert answer["seconds"] < 5 + away / 4 + 20, (
-                "not after 5 s, nor a fourth of the time for which it was away"
-            )
-        assert again.ask(do="members", members=3, seconds=100)["members"] == sorted(names)
+        assert (again.addresses, again.peer) == (node.addresses, node.peer)
+        found = ask_all(clients, Averager.members, 2, seconds=100)
+        for client, (members, seconds) in zip(clients, found, strict=True):
+            assert members == sorted({node.peer, client.peer})
+            assert seconds < 5 + away / 4 + 20, "not after 5 s, nor a fourth of the time for which it was away"
+        assert again.ask(Averager.members, 3, seconds=100)[0] == sorted(peer.peer for peer in peers[:3])
     finally:
         for peer in peers:
             peer.end()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.averaging.processes import all_round, running
+from tests.peers import ask_all
+from tests.workers.averager import Averager
 
 pytestmark = pytest.mark.processes
 
@@ -26,13 +28,10 @@ def test_unequal_views_never_give_a_state_two_results() -> None:
         names = [peer.peer for peer in peers]
         for forgotten in FORGOTTEN:
             for peer, others in forgotten.items():
-                peers[peer].ask(do="forget", peers=[names[n] for n in others])
-            for peer_process in peers:
-                peer_process.tell(do="until", members=4, seconds=100)
-            answers = [peer_process.hear() for peer_process in peers]
+                peers[peer].ask(Averager.forget, [names[n] for n in others])
+            answers = ask_all(peers, Averager.until, members=4, seconds=100)
             results: dict[str, set[str]] = {}
             for answer in answers:
-                assert answer is not None
                 assert answer["sizes"][-1] == 4, (forgotten, answers)
                 for tip, digest in answer["commits"]:
                     results.setdefault(tip, set()).add(digest)

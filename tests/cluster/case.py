@@ -1,15 +1,9 @@
-"""One rank of a cluster in one of the cases below: says what it has found as JSON.
-
-python -m tests.cluster.case CASE RANK SIZE FOLDER STRANDS
-"""
+"""What a rank of a cluster does in a case, and what it finds."""
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +19,15 @@ import shoal
 from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.lack import Lack
 
-RANK, SIZE, STRANDS = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5])
+RANK, SIZE, STRANDS = 0, 1, 1
+
+
+def found_by(case: str, strands: int) -> list[Any]:
+    """What this rank finds in the case of that name."""
+    global RANK, SIZE, STRANDS
+    RANK, SIZE, STRANDS = dist.get_rank(), dist.get_world_size(), strands
+    found: list[Any] = globals()[case]()
+    return found
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -510,24 +512,3 @@ def closures() -> Any:
         found += [str(values(model) == before)]
         optimizer.shutdown()
     return [epoch, alike, *found]
-
-
-CASES = [
-    two_meshes, other_strides, loaded_later, some_parameters, finished, own_strands, errors, other_calls, not_made,
-    unlike, late, ended, hooks, no_memory, groups_are_set, closures, after_the_step, lagging, one_element,
-    in_callbacks, unused_dht,
-]  # fmt: skip
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[4])
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=RANK, world_size=SIZE)
-    found = next(case for case in CASES if case.__name__ == sys.argv[1])()
-    (folder / f"found {RANK}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

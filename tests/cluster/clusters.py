@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.forked import ForkedProcess
+from tests.peers import Worker
+from tests.workers.cluster import ClusterRank, Options
+
+Rank = Worker[ClusterRank]
 
 SAMPLES = 4  # of one rank in a step
 
@@ -21,46 +24,43 @@ class Clusters:
     Args:
         folder: for what they write.
         ranks: of all clusters together: each brings its samples once in an epoch, and with `waits` no more than that.
-        run: options of all, see rank.py.
+        run: options of all, see Options.
     """
 
     def __init__(self, folder: Path, ranks: int, **run: Any) -> None:
-        self.folder, self._run = folder, {"target": SAMPLES * ranks, "waits": True, **run}
-        self.all: list[list[ForkedProcess]] = []
+        self.folder, self._run = folder, {"target": SAMPLES * ranks, **run}
+        self.all: list[list[Rank]] = []
         self.folders: list[Path] = []
 
     def add(
         self, kind: str, size: int, first: int, environment: dict[str, str] | None = None, **options: Any
-    ) -> list[ForkedProcess]:
+    ) -> list[Rank]:
         """Start one; `first`: whose part of the samples its rank 0 has; `environment`: variables that its ranks have
         beside those of this process."""
         folder = self.folder / f"cluster {len(self.all)}"
         folder.mkdir(parents=True)
-        told = {**self._run, "kind": kind, "size": size, "first": first, "folder": str(folder), **options}
-        told["initial_peers"] = [(self.folders[0] / "address").read_text()] if self.folders else []
-        ranks = [
-            ForkedProcess(
-                "tests.cluster.rank",
-                json.dumps({**told, "rank": rank}),
-                environment=environment,
-                log=folder / f"log {rank}",
-            )
-            for rank in range(size)
-        ]
+        told = Options(**{**self._run, "kind": kind, "size": size, "first": first, **options})
+        initial_peers = self.all[0][0].addresses if self.all else []
+        ranks = [Worker(ClusterRank, environment, folder / f"log {rank}") for rank in range(size)]
         self.all.append(ranks)
         self.folders.append(folder)
-        address = folder / "address"
-        self.wait(lambda: address.exists() and bool(address.read_text()))
+        for number, rank in enumerate(ranks):
+            rank.begin(ClusterRank, initial_peers, number, str(folder / "store"), told)
+        for rank in ranks:
+            rank.started()
+        for rank in ranks:
+            rank.tell(ClusterRank.train)
+            rank.process.stdin.close()
         return ranks
 
     def said(self, cluster: int, rank: int) -> list[dict[str, Any]]:
         """What that rank has said so far."""
-        lines = self.log(cluster, rank).splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return self.all[cluster][rank].said
 
     def log(self, cluster: int, rank: int) -> str:
-        file = self.folders[cluster] / f"log {rank}"
-        return file.read_text() if file.exists() else ""
+        """What it has logged, and said."""
+        said = "\n".join(map(json.dumps, self.said(cluster, rank)))
+        return (self.folders[cluster] / f"log {rank}").read_text() + said
 
     def digests(self, cluster: int, rank: int) -> dict[int, str]:
         """After each epoch."""
@@ -69,7 +69,7 @@ class Clusters:
     def longest_wait(self, cluster: int) -> tuple[float, str]:
         """The most seconds between two epochs of that cluster, and what all ranks have said around that time."""
         ended = {said["epoch"]: said["time"] for said in self.said(cluster, 0) if "epoch" in said}
-        seconds, since = max((after - before, before) for before, after in pairwise(ended.values()))
+        seconds, since = max((after - before, before) for before, after in itertools.pairwise(ended.values()))
         around = [
             f"cluster {number}, rank {rank}: {json.dumps(said)}"
             for number, ranks in enumerate(self.all)
@@ -88,7 +88,7 @@ class Clusters:
 
     def ended(self) -> list[list[int]]:
         """How all ranks have ended, once they have."""
-        self.wait(lambda: all(rank.poll() is not None for ranks in self.all for rank in ranks))
+        self.wait(lambda: all(rank.process.poll() is not None for ranks in self.all for rank in ranks))
         return [[rank.wait(1.0) for rank in ranks] for ranks in self.all]
 
     def logs(self) -> str:
@@ -106,8 +106,5 @@ def clusters(folder: Path, ranks: int, **run: Any) -> Iterator[Clusters]:
     try:
         yield made
     finally:
-        everybody: Sequence[ForkedProcess] = [rank for ranks_of in made.all for rank in ranks_of]
-        for process in everybody:
-            process.kill()
-        for process in everybody:
-            process.wait(20.0)
+        for rank in itertools.chain(*made.all):
+            rank.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -12,18 +11,12 @@ from torch import nn
 
 import shoal
 from shoal.cluster.cluster import MOST_STRANDS, shared_by
-from tests.forked import ForkedProcess
+from tests.cluster.group_of_one import seen_of_arguments
+from tests.groups import in_group
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    worker = ForkedProcess("tests.cluster.alone", str(tmp_path), log=log)
-    try:
-        assert worker.wait(100) == 0, log.read_text()
-    finally:
-        worker.kill()
-        worker.wait()
-    found = json.loads((tmp_path / "found.json").read_text())
+    [found] = in_group(1, tmp_path, seen_of_arguments)
     assert "init_process_group" in found.pop("before")
     assert "strands=0: give a whole number from 1" in found.pop("strands")
     assert "does not go together with delay_grad_averaging yet: give strands=1" in found.pop("delayed")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.cluster.clusters import Clusters, clusters
-from tests.cluster.rank import OPTIMIZERS, Odd, batch_of
+from tests.workers.cluster import OPTIMIZERS, Odd, batch_of
 
 pytestmark = pytest.mark.processes
 WITHIN = 10.0  # seconds in which all ranks end after one is lost
@@ -92,10 +92,10 @@ def check_end(made: Clusters, lost: int, within: float = WITHIN) -> None:
     number, victims = len(made.all) - 1, made.all[-1]
     victims[lost].kill()
     others = [rank for rank in range(len(victims)) if rank != lost]
-    made.wait(lambda: all(victims[rank].poll() is not None for rank in others), within)
+    made.wait(lambda: all(victims[rank].process.poll() is not None for rank in others), within)
     for rank in others:
         assert victims[rank].wait(1.0) != 0
-        assert f"rank {lost} (process {victims[lost].pid} on " in made.log(number, rank), made.logs()
+        assert f"rank {lost} (process {victims[lost].process.pid} on " in made.log(number, rank), made.logs()
 
 
 @pytest.mark.parametrize(("kind", "size", "lost"), [("ddp", 2, 0), ("fsdp2", 4, 2)])

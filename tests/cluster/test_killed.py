@@ -39,11 +39,11 @@ def test_its_cluster_ends_and_the_others_have_one_step_for_each_epoch(tmp_path: 
         made.wait(lambda: len(made.digests(1, 0)) > 3)
         for number, (phase, lost) in enumerate(PHASES[strands], 2):
             victims = made.add("fsdp2", 2, 3, dies=phase, dying=lost)
-            made.wait(lambda victims=victims: all(victim.poll() is not None for victim in victims))
+            made.wait(lambda victims=victims: all(victim.process.poll() is not None for victim in victims))
             assert victims[lost].wait(1.0) == -9, made.logs()
             mate = 1 - lost
             assert victims[mate].wait(1.0) not in (0, -9), made.logs()
-            assert f"rank {lost} (process {victims[lost].pid} on " in made.log(number, mate), made.logs()
+            assert f"rank {lost} (process {victims[lost].process.pid} on " in made.log(number, mate), made.logs()
             assert phase == "downloading" or len(made.digests(number, mate)) > 1, "it was killed before it had trained"
             before = max(made.digests(0, 0))
             made.wait(lambda before=before: max(made.digests(0, 0)) > before + 3, 10.0)

@@ -1,8 +1,7 @@
-"""A model's parameters as pieces: in process groups, whose cases are in strands_rank.py, and in a single process."""
+"""A model's parameters as pieces: in process groups, whose cases are in strand_cases.py, and in a single process."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,29 +10,16 @@ from torch import nn
 
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.strands import Strands
-from tests.forked import ForkedProcess
+from tests.cluster.strand_cases import all_cases
+from tests.groups import in_group
 from tests.soaked import only_in_soak
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=[pytest.mark.long, only_in_soak])])
 def test_ranks_hold_and_carry_the_same_numbers(size: int, tmp_path: Path) -> None:
-    logs = [tmp_path / f"log {rank}" for rank in range(size)]
-    ranks = [
-        ForkedProcess("tests.cluster.strands_rank", str(rank), str(size), str(tmp_path), log=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        ended = [rank.wait(90) for rank in ranks]
-        assert ended == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    found = [json.loads((tmp_path / f"found {rank}").read_text()) for rank in range(size)]
-    failed = [f"rank {rank}, {case}: {error}" for rank in range(size) for case, error in found[rank].items() if error]
-    assert not failed, "\n".join(failed)
-    assert all(len(cases) > 3 and cases.keys() == found[0].keys() for cases in found)
+    found = in_group(size, tmp_path, all_cases)
+    assert all(len(cases) > 3 and cases == found[0] for cases in found)
 
 
 def test_a_single_process_carries_all_strands() -> None:

@@ -42,12 +42,12 @@ def test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others(tmp_path:
         first = made.add("fsdp2", 4, 2)
         made.wait(lambda: len(made.digests(1, 0)) > 3)
         first[1].kill()
-        made.wait(lambda: first[0].poll() is not None)
+        made.wait(lambda: first[0].process.poll() is not None)
         made.add("fsdp2", 2, 2)
         made.wait(lambda: len(made.digests(2, 1)) > 5)
         made.add("plain", 1, 3)
         made.wait(lambda: len(made.digests(3, 0)) > 5)
-        made.wait(lambda: all(rank.poll() is not None for rank in [*made.all[0], *made.all[2], *made.all[3]]))
+        made.wait(lambda: all(rank.process.poll() is not None for rank in [*made.all[0], *made.all[2], *made.all[3]]))
         mine = made.digests(0, 0)
         for number, rank in ((2, 0), (2, 1), (3, 0)):
             theirs = made.digests(number, rank)
@@ -65,7 +65,7 @@ def test_a_peer_with_other_kernels_is_refused_by_name(tmp_path: Path) -> None:
         made.add("plain", 1, 0)
         made.wait(lambda: len(made.digests(0, 0)) > 1)
         (other,) = made.add("plain", 1, 1, OTHER_KERNELS)
-        made.wait(lambda: other.poll() is not None)
+        made.wait(lambda: other.process.poll() is not None)
         assert other.wait(1.0) != 0
         assert "strands' machine" in made.log(1, 0), made.logs()
         before = max(made.digests(0, 0))

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import shoal
-from tests.forked import ForkedProcess
+from tests.forked import ROOT, ForkedProcess
 from tests.integrations.training import by_epoch
-from tests.peers import ROOT
 
 EXAMPLES = ["transformers_trainer", "lightning_module", "accelerate_loop", "lora"]
 EPOCH = re.compile(r"^epoch (\d+): \S+ samples of (\d+) peers?, .* state (\w+), tip", re.MULTILINE)

@@ -6,25 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.peers import PeerProcess
+from tests.peers import Worker, ask_all
+from tests.workers.monitored import Monitored
+
+Peer = Worker[Monitored]
 
 
 class Trainers:
     """The peers of one test, which find each other through the first.
 
     Args:
-        options: of all, see trainer.py.
+        options: of all, see Monitored.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
-        self.all: list[PeerProcess] = []
+        self.all: list[Peer] = []
 
-    def add(self, **differing: Any) -> PeerProcess:
+    def add(self, **differing: Any) -> Peer:
         """Start one more, and wait until it is in the run."""
-        peers = {"initial_peers": self.addresses} if self.addresses else {}
-        trainer = PeerProcess("tests.monitor.trainer", self._options | peers | differing)
+        trainer = Worker(Monitored)
         self.all.append(trainer)
+        trainer.begin(Monitored, self.addresses, **(self._options | differing))
         trainer.started()
         return trainer
 
@@ -33,12 +36,10 @@ class Trainers:
         return next((trainer.addresses for trainer in self.all if trainer.addresses), [])
 
     def train(self) -> None:
-        for trainer in self.all:
-            trainer.ask(do="train")
+        ask_all(self.all, Monitored.train)
 
     def pause(self) -> None:
-        for trainer in self.all:
-            trainer.ask(do="pause")
+        ask_all(self.all, Monitored.pause)
 
 
 @contextmanager

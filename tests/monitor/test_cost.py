@@ -16,6 +16,8 @@ import pytest
 import shoal
 from shoal.monitor import Watcher
 from tests.monitor.processes import Trainers, trainers
+from tests.peers import ask_all
+from tests.workers.monitored import Monitored, Spent
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]
 
@@ -24,8 +26,8 @@ MAX_SHARE = 0.005  # of the CPU time of a trainer that keeps one core busy
 MAX_BYTES = 2000.0  # a second
 
 
-def spent(peers: Trainers) -> list[dict[str, float]]:
-    return [peer.ask(do="spent") for peer in peers.all]
+def spent(peers: Trainers) -> list[Spent]:
+    return ask_all(peers.all, Monitored.spent)
 
 
 def test_watching_costs_a_trainer_next_to_nothing() -> None:

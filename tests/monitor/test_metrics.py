@@ -25,6 +25,7 @@ from shoal.p2p.identity import Identity
 from tests.health.records import health
 from tests.monitor.processes import trainers
 from tests.waiting import wait_until
+from tests.workers.monitored import Monitored
 
 ROOT = Path(__file__).parents[2]
 PEER = Identity(bytes(32)).peer_id
@@ -201,11 +202,11 @@ def test_what_is_no_port_is_refused(port: Any) -> None:
 def test_a_trainer_tells_its_own_numbers() -> None:
     with trainers(2) as peers:
         peers.train()
-        wait_until(lambda: peers.all[0].ask(do="health")["epoch"] >= 2)
+        wait_until(lambda: peers.all[0].ask(Monitored.health)["epoch"] >= 2)
         peers.pause()
-        own = peers.all[0].ask(do="health")
-        wait_until(lambda: peers.all[0].ask(do="health")["number"] > own["number"] + 1)
-        own = peers.all[0].ask(do="health")
+        own = peers.all[0].ask(Monitored.health)
+        wait_until(lambda: peers.all[0].ask(Monitored.health)["number"] > own["number"] + 1)
+        own = peers.all[0].ask(Monitored.health)
         found = {name: values[0][1] for name, values in samples(read(own["port"])).items()}
         for name in ("epoch", "loss", "members", "samples_per_second", "step_seconds", "epoch_seconds"):
             assert found[f"shoal_{name}"] == pytest.approx(own[name])

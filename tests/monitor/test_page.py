@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal.monitor.web import MAX_LISTENERS
 from tests.monitor.browser import Browser, browser
 from tests.monitor.pages import monitor
-from tests.monitor.processes import trainers
-from tests.peers import PeerProcess
+from tests.monitor.processes import Peer, trainers
 from tests.waiting import wait_until
+from tests.workers.monitored import Monitored
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 
@@ -40,8 +40,8 @@ def rows(page: Browser) -> dict[str, dict[str, str]]:
     return {row["id"]: row for row in page.run(ROWS)}
 
 
-def own(peer: PeerProcess) -> dict[str, Any]:
-    return peer.ask(do="health")
+def own(peer: Peer) -> dict[str, Any]:
+    return peer.ask(Monitored.health)
 
 
 def as_shown(numbers: dict[str, Any]) -> dict[str, str]:

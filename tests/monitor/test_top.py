@@ -25,6 +25,7 @@ from tests.health.records import START, health, mark, posted
 from tests.monitor.processes import Trainers, trainers
 from tests.optim.closed_runs import Club
 from tests.waiting import wait_until
+from tests.workers.monitored import Monitored
 
 A, B, C = (Identity(bytes([seed]) * 32).peer_id for seed in range(3))
 
@@ -147,16 +148,16 @@ def top(peers: Trainers, *arguments: str, run_id: str = "test") -> subprocess.Co
 def test_for_scripts_it_prints_the_peers_own_numbers() -> None:
     with trainers(2) as peers:
         peers.train()
-        wait_until(lambda: peers.all[0].ask(do="health")["epoch"] >= 2)
+        wait_until(lambda: peers.all[0].ask(Monitored.health)["epoch"] >= 2)
         peers.pause()
-        number = peers.all[0].ask(do="health")["number"]
-        wait_until(lambda: all(peer.ask(do="health")["number"] > number + 2 for peer in peers.all))
+        number = peers.all[0].ask(Monitored.health)["number"]
+        wait_until(lambda: all(peer.ask(Monitored.health)["number"] > number + 2 for peer in peers.all))
         done = top(peers, "--once", "--json")
         assert (done.returncode, done.stderr) == (0, "")
         snapshot = json.loads(done.stdout)
         views = {view["id"]: view for view in snapshot["peers"]}
         for peer in peers.all:
-            own = peer.ask(do="health")
+            own = peer.ask(Monitored.health)
             same = own.keys() & views[own["id"]].keys()
             assert len(same) > 15
             assert {name: views[own["id"]][name] for name in same} == pytest.approx({name: own[name] for name in same})

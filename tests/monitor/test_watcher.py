@@ -18,7 +18,9 @@ from shoal.monitor import watcher as watcher_module
 from shoal.monitor.snapshot import Standing, Trouble
 from tests.monitor.processes import Trainers, trainers
 from tests.optim.closed_runs import Club
+from tests.peers import Failed, ask_all
 from tests.waiting import wait_until
+from tests.workers.monitored import Monitored
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +55,7 @@ def test_a_killed_peer_is_lost_within_ten_seconds_and_back_when_it_is_started_an
             assert view.findings[0].trouble is Trouble.LOST
             assert "; dialled again: 127.0.0.1:" in view.why
             assert f"…{view.name} was lost (" in snapshot.sentence
-            peers.add(identity=str(tmp_path / "key")).ask(do="train")
+            peers.add(identity=str(tmp_path / "key")).ask(Monitored.train)
             wait_until(lambda: watcher.snapshot().is_well)
             said = [each.what for each in watcher.snapshot().happenings if each.peer == view.name]
             assert said[0].startswith("was lost")
@@ -71,7 +73,7 @@ def test_a_killed_client_is_lost_within_ten_seconds_too(tmp_path: Path) -> None:
             assert wait_until(lambda: standing(watcher.snapshot(), victim.peer) is Standing.LOST) < 10.0
             view = next(view for view in watcher.snapshot().peers if view.id == victim.peer)
             assert view.why == "2 of 2 members that listen have lost it"
-            peers.add(client=True, identity=str(tmp_path / "key")).ask(do="train")
+            peers.add(client=True, identity=str(tmp_path / "key")).ask(Monitored.train)
             wait_until(lambda: watcher.snapshot().is_well)
 
 
@@ -98,7 +100,7 @@ def test_who_leaves_is_not_lost() -> None:
     with trainers(2) as peers, watching(peers) as watcher:
         leaver = peers.all[1]
         wait_until(lambda: len(watcher.snapshot().peers) == 2)
-        leaver.ask(do="end")
+        leaver.ask(Monitored.end)
         wait_until(lambda: standing(watcher.snapshot(), leaver.peer) is not Standing.HERE)
         wait_until(lambda: standing(watcher.snapshot(), leaver.peer) is Standing.LEFT)
         assert watcher.snapshot().is_well
@@ -116,7 +118,8 @@ def test_a_peer_that_is_not_as_the_others_is_named_as_what_it_is() -> None:
             assert f"…{view.name} runs another version" in watcher.snapshot().sentence
             peers.train()
             wait_until(lambda: watcher.snapshot().epoch >= 2)
-            assert not peers.add(target=640).peer  # its optimizer was not made
+            with pytest.raises(Failed):
+                peers.add(target=640)
             wait_until(lambda: "target_batch_size is 64 here, and 640 there" in watcher.snapshot().sentence)
 
 
@@ -143,7 +146,7 @@ def test_other_parameters_are_noticed() -> None:
         with watching(peers) as watcher:
             wait_until(lambda: watcher.snapshot().epoch >= 2 and "all alike" in watcher.snapshot().sentence)
             broken = peers.all[2]
-            broken.ask(do="change")
+            broken.ask(Monitored.change)
 
             def told() -> bool:
                 views = [view for view in watcher.snapshot().peers if view.id == broken.peer]
@@ -152,7 +155,7 @@ def test_other_parameters_are_noticed() -> None:
             wait_until(told)
 
             def is_named() -> bool:
-                broken.ask(do="change")  # the machine does it again and again
+                broken.ask(Monitored.change)  # the machine does it again and again
                 return f"…{broken.peer[-8:]} has other parameters (than" in watcher.snapshot().sentence
 
             wait_until(is_named)
@@ -186,5 +189,5 @@ def test_a_watcher_that_is_killed_or_closed_disturbs_nobody() -> None:
             with watching(peers) as other:
                 before = other.snapshot().epoch
             wait_until(lambda: watcher.snapshot().epoch > before + 1)
-        numbers = [peer.ask(do="health") for peer in peers.all]
+        numbers = ask_all(peers.all, Monitored.health)
         assert [each["members"] for each in numbers] == [2, 2]

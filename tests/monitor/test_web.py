@@ -22,8 +22,10 @@ from shoal.monitor.history import EVERY_SECONDS
 from shoal.monitor.web import FILES, MAX_LISTENERS, PAGE
 from tests.monitor.pages import monitor
 from tests.monitor.processes import Trainers, trainers
+from tests.peers import ask_all
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
+from tests.workers.monitored import Monitored
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
 MAX_PAGE_BYTES = 200_000
@@ -125,12 +127,12 @@ def test_a_time_that_makes_no_sense_is_refused(address: str, hours: str) -> None
 
 
 def test_a_flood_of_listeners_is_refused_and_disturbs_nobody(address: str, peers: Trainers) -> None:
-    before = peers.all[0].ask(do="health")["epoch"]
+    before = peers.all[0].ask(Monitored.health)["epoch"]
     with ExitStack() as stack:
         for _ in range(MAX_LISTENERS):
             stack.enter_context(urllib.request.urlopen(f"{address}/events", timeout=20)).readline()
         assert status(f"{address}/events") == 503
-        wait_until(lambda: peers.all[0].ask(do="health")["epoch"] > before + 2)
+        wait_until(lambda: peers.all[0].ask(Monitored.health)["epoch"] > before + 2)
         assert status(f"{address}/snapshot") == 200
     wait_until(lambda: _streams(address))
 
@@ -149,9 +151,9 @@ def test_a_monitor_that_is_killed_disturbs_nobody_and_keeps_its_history(peers: T
     with monitor(peers, file, end=signal.SIGKILL) as address:
         wait_until(lambda: len(series(address)["at"]) >= 2)
         times = len(series(address)["at"])
-    before = [peer.ask(do="health") for peer in peers.all]
-    wait_until(lambda: peers.all[0].ask(do="health")["epoch"] > before[0]["epoch"] + 2)
-    assert [peer.ask(do="health")["members"] for peer in peers.all] == [2, 2]
+    before = ask_all(peers.all, Monitored.health)
+    wait_until(lambda: peers.all[0].ask(Monitored.health)["epoch"] > before[0]["epoch"] + 2)
+    assert [peer.ask(Monitored.health)["members"] for peer in peers.all] == [2, 2]
     with monitor(peers, file) as address:
         assert len(series(address)["at"]) >= times
 

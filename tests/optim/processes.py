@@ -3,61 +3,64 @@ not."""
 
 from __future__ import annotations
 
+import inspect
 import queue
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from tests.peers import PeerProcess
+import msgspec
+
+from tests.peers import Ended, Worker
+from tests.peers import Failed as Failed
+from tests.peers import ask_all as ask_all
 from tests.waiting import wait_until
+from tests.workers.training import State
+from tests.workers.training import Trained as Trained
+from tests.workers.training import Training as Training
+
+Peer = Worker[Training]
+OPTIONS = inspect.signature(Training).parameters
 
 
 class Pool:
     """Worker processes that are idle, or train in a test."""
 
     def __init__(self) -> None:
-        self.idle: list[PeerProcess] = []
-        self.busy: list[PeerProcess] = []
+        self.idle: list[Peer] = []
+        self._all: list[Peer] = []
 
-    def take(self, count: int) -> list[PeerProcess]:
-        """So many workers, running but without a training."""
-        new = [PeerProcess("tests.optim.worker", {}) for _ in range(count - len(self.idle))]
-        self.busy += new
-        for worker in new:
-            worker.started()
-        taken = [self.idle.pop() for _ in range(min(count, len(self.idle)))]
-        self.busy += taken
-        return [*taken, *new]
+    def take(self, count: int) -> list[Peer]:
+        """So many workers, without a training."""
+        new = [Worker(Training) for _ in range(count - len(self.idle))]
+        self._all += new
+        return new + [self.idle.pop() for _ in range(count - len(new))]
 
-    def put_back(self, worker: PeerProcess) -> None:
-        """It has no training after all."""
-        self.busy.remove(worker)
-        self.idle.append(worker)
-
-    def give_back(self, workers: list[PeerProcess]) -> None:
+    def give_back(self, workers: list[Peer]) -> None:
         """End their trainings; those that do not obey are killed."""
         told = []
         for worker in workers:
             try:
-                worker.tell(do="end")
-                told.append(worker)
+                told.append((worker, worker.tell(Training.end)))
             except OSError:
                 worker.end()
-        for worker in told:
+        for worker, answer in told:
             try:
-                obeyed = worker.hear(20.0) == {"ok": True}
-            except queue.Empty:
-                obeyed = False
-            if obeyed:
+                answer(timeout=20.0)
                 self.idle.append(worker)
-            else:
+            except (queue.Empty, Ended, Failed, msgspec.ValidationError):
                 worker.end()
-        self.busy = [worker for worker in self.busy if worker not in workers]
 
     def end(self) -> None:
-        for worker in self.idle + self.busy:
+        for worker in self._all:
             worker.end()
+
+
+def begin(worker: Peer, initial_peers: list[str], run: dict[str, Any]) -> None:
+    """Tell it to train in a run of these options; those that Training does not know are the optimizer's."""
+    own = {name: value for name, value in run.items() if name in OPTIONS}
+    worker.begin(Training, initial_peers, {name: run[name] for name in run if name not in OPTIONS}, **own)
 
 
 class Peers:
@@ -65,14 +68,14 @@ class Peers:
 
     Args:
         pool: where their processes come from.
-        run: arguments of all, see `Training.make_optimizer` in worker.py.
+        run: options of all, see `begin`.
     """
 
     def __init__(self, pool: Pool, run: dict[str, Any]) -> None:
         self._pool, self._run = pool, run
-        self.all: list[PeerProcess] = []
+        self.all: list[Peer] = []
 
-    def add(self, count: int, **differing: Any) -> list[PeerProcess]:
+    def add(self, count: int, **differing: Any) -> list[Peer]:
         """Begin the training of more peers, and wait until they have; an option that is a list has one item for
         each."""
         workers = self._pool.take(count)
@@ -80,7 +83,7 @@ class Peers:
         run = self._run | differing
         for index, worker in enumerate(workers):
             own = {key: value[index] if isinstance(value, list) else value for key, value in run.items()}
-            worker.tell(do="begin", initial_peers=self.addresses, run=own)
+            begin(worker, self.addresses, own)
             if not self.addresses:
                 worker.started()
         for worker in workers:
@@ -107,14 +110,28 @@ def training(pool: Pool, count: int, **run: Any) -> Iterator[Peers]:
         pool.give_back(peers.all)
 
 
-def five_more(peers: list[PeerProcess]) -> tuple[list[Any], list[list[dict[str, Any]]]]:
+def fixed(
+    peers: list[Peer], shares: Sequence[tuple[int, int]], epochs: int, parts: Sequence[int] = ()
+) -> list[Trained]:
+    """Let each train on its share of the fixed batches up to that epoch, in so many parts."""
+    told = [
+        peer.tell(Training.fixed, share, epochs, number)
+        for peer, share, number in zip(peers, shares, parts or [1] * len(peers), strict=True)
+    ]
+    return [trained() for trained in told]
+
+
+def stopped(peers: list[Peer], more: int = 3) -> list[State]:
+    """Let them train for so many epochs more than the first of them has, and stop them at the same one."""
+    last = max(event["epoch"] for peer in peers for event in events(peer)) + more
+    return ask_all(peers, Training.stop, last)
+
+
+def five_more(peers: list[Peer]) -> tuple[list[State], list[list[dict[str, Any]]]]:
     """Let them train for five epochs, and stop them at the same one. Returns what each ends with, and its events."""
     seen = len(events(peers[0]))
     wait_until(lambda: len(events(peers[0])) >= seen + 5)
-    last = max(event["epoch"] for peer in peers for event in events(peer)) + 3
-    for peer in peers:
-        peer.tell(do="stop", epoch=last)
-    return [peer.hear() for peer in peers], [events(peer) for peer in peers]
+    return stopped(peers), [events(peer) for peer in peers]
 
 
 def by_epoch(histories: Iterable[list[dict[str, Any]]]) -> dict[int, str]:
@@ -129,9 +146,9 @@ def by_epoch(histories: Iterable[list[dict[str, Any]]]) -> dict[int, str]:
     return {epoch: digest for epoch, found in digests.items() for digest in found}
 
 
-def events(peer: PeerProcess) -> list[dict[str, Any]]:
+def events(peer: Peer) -> list[dict[str, Any]]:
     """What its optimizer has reported so far."""
-    return list(peer.ask(do="report")["events"])
+    return peer.ask(Training.report)["events"]
 
 
 def gaps(history: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:

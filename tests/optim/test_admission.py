@@ -16,7 +16,7 @@ from examples.admission import membership_from
 from shoal.membership.membership import MEMBERSHIP
 from tests.forked import ROOT
 from tests.optim.closed_runs import Club
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 from tests.waiting import wait_until
 
 
@@ -45,8 +45,7 @@ def test_two_volunteers_with_codes_train_together(pool: Pool, club: Club, url: s
     files = [club.identity(name)[0] for name in "ab"]
     admission = [[url, "one"], [url, "two"]]
     with training(pool, 2, run_id=club.run_id, identity=files, admission=admission, matchmaking_time=3.0) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: all(sum(event.get("peers") == 2 for event in events(p)) >= 3 for p in peers.all))
         by_epoch([events(peer) for peer in peers.all])
 

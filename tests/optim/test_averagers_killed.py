@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.peers import PeerProcess
+from tests.peers import Worker, outcomes, workers
+from tests.workers.gradients import Gradients, Step
 
 pytestmark = pytest.mark.processes
 
-WORKER = "tests.optim.averager_worker"
+
+def step_all(peers: list[Worker[Gradients]], seed: int) -> list[Step | None]:
+    each = enumerate(peers)
+    return outcomes([peer.tell(Gradients.step, seed + number, batch_size=number + 1) for number, peer in each])
 
 
-def step_all(peers: list[PeerProcess], seed: int) -> list[dict[str, Any] | None]:
-    for number, peer in enumerate(peers):
-        peer.tell(do="step", seed=seed + number, batch_size=number + 1)
-    return [peer.hear() for peer in peers]
-
-
-def assert_alike(answers: list[dict[str, Any] | None]) -> None:
-    assert all(answer is not None and "error" not in answer for answer in answers), answers
+def assert_alike(answers: list[Step | None]) -> None:
+    assert None not in answers
     assert len({answer["digest"] for answer in answers if answer}) == 1
 
 
@@ -34,17 +32,10 @@ def assert_alike(answers: list[dict[str, Any] | None]) -> None:
     ],
 )
 def test_survivors_of_a_step_agree(options: dict[str, Any], where: str) -> None:
-    given: dict[str, Any] = {"averager": {"min_matchmaking_time": 10.0, **options}}
-    peers = [PeerProcess(WORKER, given)]
-    try:
-        peers[0].started()
-        given["initial_peers"] = peers[0].addresses
-        peers += [PeerProcess(WORKER, given) for _ in range(2)]
-        for peer in peers[1:]:
-            peer.started()
+    with workers(Gradients, 3, options={"min_matchmaking_time": 10.0, **options}) as peers:
         if not options.get("initial_group_bits"):  # those of which the first round may be of two
             assert_alike(step_all(peers, 0))
-        peers[2].ask(do="die", where=where)
+        peers[2].ask(Gradients.die, where)
         answers = step_all(peers, 10)
         assert answers[2] is None, "the victim was not killed"
         assert peers[2].process.wait() == -9
@@ -53,6 +44,3 @@ def test_survivors_of_a_step_agree(options: dict[str, Any], where: str) -> None:
             answers = step_all(peers[:2], 20)
             assert_alike(answers)
             assert [answer["members"] for answer in answers if answer] == [2, 2]
-    finally:
-        for peer in peers:
-            peer.end()

@@ -15,7 +15,7 @@ from torch import nn
 
 import shoal
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model
-from tests.optim.processes import Peers, Pool, events, training
+from tests.optim.processes import Peers, Pool, Trained, Training, events, fixed, training
 from tests.soaked import only_in_soak
 
 Alone = Callable[..., shoal.Optimizer]
@@ -140,20 +140,17 @@ def test_a_run_stopped_and_started_again(pool: Pool, tmp_path: Path, option: dic
     keys = [str(tmp_path / f"{index}.key") for index in range(3)]
     run = {"optimizer": "adamw", "scheduler": "steps", "delay_state_averaging": False, "identity": keys, **option}
 
-    def train(peers: Peers, epochs: int) -> list[dict[str, Any]]:
-        for peer, share in zip(peers.all, shares, strict=True):
-            peer.tell(do="fixed", share=share, epochs=epochs)
-        answers = [peer.hear() for peer in peers.all]
-        return [answer for answer in answers if answer is not None]
+    def train(peers: Peers, epochs: int) -> list[Trained]:
+        return fixed(peers.all, shares, epochs)
 
     with training(pool, 3, **run) as peers:
         train(peers, 3)
         for index, peer in enumerate(peers.all):
-            peer.ask(do="save", to=str(tmp_path / f"{index}.pt"))
+            peer.ask(Training.save, str(tmp_path / f"{index}.pt"))
         expected = train(peers, 6)
     with training(pool, 3, seed=9, **run) as peers:
         for index, peer in enumerate(peers.all):
-            assert peer.ask(do="load", of=str(tmp_path / f"{index}.pt")) == {"epoch": 3}
+            assert peer.ask(Training.load, str(tmp_path / f"{index}.pt")) == 3
         assert train(peers, 6) == expected
         histories = [events(peer) for peer in peers.all]
     assert all(event["kind"] == "epoch" for history in histories for event in history)

@@ -24,7 +24,7 @@ from shoal.swarm.protocol.messages import Message, Progress
 from shoal.swarm.protocol.view import Member, Role
 from shoal.transfer.donor import Chunk, GetChunk, GetManifest, Offer, Withheld, transfer_service
 from tests.optim.closed_runs import Club, Counting, stranger
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 from tests.swarm.rounds import TIP
 from tests.swarm.test_messages import GOOD
 from tests.waiting import wait_until
@@ -66,8 +66,7 @@ async def ask_everything(node: Counting, peer: PeerID, club: Club) -> list[str]:
 
 def test_a_stranger_gets_refusals_only_whatever_it_asks(pool: Pool, club: Club) -> None:
     with training(pool, 2, **club.run(["a", "b"]), **FAST) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: all(len(events(peer)) >= 3 for peer in peers.all))
 
         async def attack() -> None:
@@ -79,7 +78,7 @@ def test_a_stranger_gets_refusals_only_whatever_it_asks(pool: Pool, club: Club) 
                 assert 0 < node.nbytes < 1000, node.nbytes
 
         asyncio.run(attack())
-        reports = [peer.ask(do="report") for peer in peers.all]
+        reports = ask_all(peers.all, Training.report)
         assert all(report["training"] and not report["errors"] for report in reports)
         seen = [len(events(peer)) for peer in peers.all]
         wait_until(lambda: all(len(events(p)) >= n + 3 for p, n in zip(peers.all, seen, strict=True)))
@@ -91,7 +90,7 @@ def test_a_stranger_gets_refusals_only_whatever_it_asks(pool: Pool, club: Club) 
 def test_a_member_gets_what_its_part_permits(pool: Pool, club: Club, part: Part, answered: set[str] | None) -> None:
     """A watcher asks how the run gets on, and nothing else; neither it nor an auxiliary gets the state."""
     with training(pool, 1, **club.run(["a"]), **FAST) as peers:
-        peers.all[0].ask(do="train", batch=8, pause=0.02)
+        peers.all[0].ask(Training.train, batch=8, pause=0.02)
         wait_until(lambda: len(events(peers.all[0])) >= 3)
 
         async def ask() -> tuple[set[str], set[str]]:
@@ -121,14 +120,13 @@ def test_a_member_gets_what_its_part_permits(pool: Pool, club: Club, part: Part,
         got, refused = asyncio.run(ask())
         assert {"GetManifest", "GetChunk", "Hello", "Join"} <= refused
         assert answered is None or got == answered
-        assert not peers.all[0].ask(do="report")["errors"]
+        assert not peers.all[0].ask(Training.report)["errors"]
 
 
 @pytest.mark.long
 def test_a_hundred_strangers_at_once_cost_little(pool: Pool, club: Club) -> None:
     with training(pool, 2, **club.run(["a", "b"]), **FAST) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.05)
+        ask_all(peers.all, Training.train, batch=8, pause=0.05)
         wait_until(lambda: all(len(events(peer)) >= 3 for peer in peers.all))
 
         def epochs_in(seconds: float) -> int:
@@ -193,22 +191,20 @@ def test_members_of_all_roles_train_together(pool: Pool, club: Club) -> None:
     with training(pool, 3, **run, client_mode=[None, True, None], dht_client=[False, True, False],
                   auxiliary=[False, False, True]) as peers:  # fmt: skip
         *trainers, helper = peers.all
-        helper.ask(do="train", batch=0, pause=0.0)
-        for peer in trainers:
-            peer.ask(do="train", batch=8, pause=0.02)
+        helper.ask(Training.train, batch=0, pause=0.0)
+        ask_all(trainers, Training.train, batch=8, pause=0.02)
         wait_until(
             lambda: all(sum(e["kind"] == "epoch" and e["peers"] == 3 for e in events(p)) >= 5 for p in peers.all)
         )
         by_epoch([events(peer) for peer in trainers])
-        assert all(not peer.ask(do="report")["errors"] for peer in peers.all)
+        assert all(not peer.ask(Training.report)["errors"] for peer in peers.all)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("own", ["GradientAverager", "PowerSGDGradientAverager"])
 def test_runs_within_a_closed_run_are_closed_by_the_same_membership(pool: Pool, club: Club, own: str) -> None:
     with training(pool, 2, **club.run(["a", "b"]), own_averager=own, **FAST) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: all(sum(event.get("peers") == 2 for event in events(p)) >= 3 for p in peers.all))
 
         async def ask() -> None:

@@ -21,7 +21,7 @@ from shoal.compression import (
 )
 from shoal.optim.accumulator import EpochGradients
 from tests.optim.models import flat, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, stopped, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
 
@@ -49,14 +49,11 @@ SHARES = [(0, 8), (8, 40), (40, 64)]
 @pytest.mark.parametrize("compression", ALL_BUT_ONE_LONG, ids=lambda compression: type(compression).__name__)
 def test_gradients_through_every_compression(pool: Pool, compression: Compression) -> None:
     with training(pool, 3, optimizer="sgd", codec=compression.spec) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS)
         histories = [events(peer) for peer in peers.all]
     assert all([event["kind"] for event in history] == ["epoch"] * EPOCHS for history in histories), histories
     assert len(by_epoch(histories)) == EPOCHS
-    assert len({(answer["parameters_digest"], answer["statistics"]) for answer in answers if answer}) == 1
-    assert answers[0] is not None
+    assert len({(answer["parameters_digest"], answer["statistics"]) for answer in answers}) == 1
     together, alone = torch.tensor(answers[0]["parameters"]), train_alone("sgd", "none", EPOCHS)
     moved = (alone - flat(make_model())).norm()
     assert 0 < (together - alone).norm() < 0.1 * moved, "the compression was not used, or lost too much"
@@ -80,12 +77,8 @@ def test_flags_are_never_compressed() -> None:
 def test_state_is_averaged_through_a_compression(pool: Pool, compression: Compression) -> None:
     run = {"optimizer": "sgd", "use_local_updates": True, "delay_state_averaging": False}
     with training(pool, 3, **run, state_codec=compression.spec) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=4)
-        for peer in peers.all:
-            peer.hear()
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
+        ask_all(peers.all, Training.stop, 4)
         histories = [events(peer) for peer in peers.all]
     assert all(event["kind"] == "epoch" for history in histories for event in history), histories
     assert set(by_epoch(histories)) >= {1, 2, 3, 4}
@@ -97,16 +90,12 @@ def test_a_newcomer_with_a_lossy_state_is_alike_after_the_next_round(pool: Pool)
     run = {"optimizer": "adamw", "target": 64, "load_codec": Uniform8BitQuantization().spec}
     with training(pool, 2, **run) as peers:
         old = list(peers.all)
-        for peer in old:
-            peer.ask(do="train", batch=8, pause=0.05)
+        ask_all(old, Training.train, batch=8, pause=0.05)
         wait_until(lambda: len(events(old[0])) >= 3)
         [newcomer] = peers.add(1, seed=77)
-        newcomer.ask(do="train", batch=8, pause=0.05)
+        newcomer.ask(Training.train, batch=8, pause=0.05)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 4)
-        last = max(event["epoch"] for peer in old for event in events(peer)) + 4
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = stopped(peers.all, 4)
         histories = [events(peer) for peer in peers.all]
     newest = histories[2]
     downloads = [event for event in newest if event["kind"] == "download"]
@@ -119,4 +108,4 @@ def test_a_newcomer_with_a_lossy_state_is_alike_after_the_next_round(pool: Pool)
     assert any(event["digest"] != theirs.get(event["epoch"]) for event in downloads), "the download was not lossy"
     steps = newest[len(downloads) :]
     assert all(event["digest"] == theirs[event["epoch"]] for event in steps[1:]), (steps, theirs)
-    assert len({state["parameters_digest"] for state in states if state}) == 1
+    assert len({state["parameters_digest"] for state in states}) == 1

@@ -13,7 +13,7 @@ import torch
 import shoal
 from tests.optim.ending import is_done
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, five_more, fixed, stopped, training
 from tests.waiting import wait_until
 
 Alone = Callable[..., shoal.Optimizer]
@@ -46,13 +46,11 @@ def train_one_epoch_late(optimizer: str, scheduler: str, epochs: int) -> torch.T
 @pytest.mark.parametrize("option", ["delay_grad_averaging", "delay_optimizer_step"])
 def test_a_delayed_step_is_one_epoch_late(pool: Pool, option: str) -> None:
     with training(pool, 3, optimizer="adamw", scheduler="cosine", **{option: True}) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="delayed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in peers.all]
+        told = [peer.tell(Training.delayed, share, EPOCHS) for peer, share in zip(peers.all, SHARES, strict=True)]
+        answers = [answer() for answer in told]
         histories = [events(peer) for peer in peers.all]
     assert all([event["kind"] for event in history] == ["epoch"] * EPOCHS for history in histories), histories
     by_epoch(histories)
-    assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
     late = train_one_epoch_late("adamw", "cosine", EPOCHS)
     torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), late, rtol=1e-4, atol=1e-5)
@@ -64,12 +62,9 @@ def test_a_delayed_step_is_one_epoch_late(pool: Pool, option: str) -> None:
 def test_where_the_memory_is_changes_nothing(pool: Pool, option: str) -> None:
     """Peers may choose for themselves."""
     with training(pool, 3, optimizer="adamw", scheduler="cosine", **{option: [True, False, True]}) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS, parts=2)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS, [2] * len(peers.all))
         histories = [events(peer) for peer in peers.all]
     by_epoch(histories)
-    assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
     alone = train_alone("adamw", "cosine", EPOCHS)
     torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), alone, rtol=1e-4, atol=1e-5)
@@ -277,20 +272,12 @@ def test_shutdown_in_the_middle(dht: shoal.DHT) -> None:
 
 def test_a_kill_during_a_round_in_the_background(pool: Pool) -> None:
     with training(pool, 3, optimizer="adamw", delay_grad_averaging=True) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: len(events(peers.all[0])) >= 4)
         victim, *survivors = peers.all
-        victim.ask(do="die as coordinator")
+        victim.ask(Training.die_as_coordinator)
         victim.process.wait(100)
-        seen = len(events(survivors[0]))
-        wait_until(lambda: len(events(survivors[0])) >= seen + 5)
-        last = max(event["epoch"] for peer in survivors for event in events(peer)) + 3
-        for peer in survivors:
-            peer.tell(do="stop", epoch=last)
-        for peer in survivors:
-            peer.hear()
-        histories = [events(peer) for peer in survivors]
+        _, histories = five_more(survivors)
     by_epoch(histories)
     assert all(event["kind"] == "epoch" for history in histories for event in history), "a survivor had to download"
     assert all([event["peers"] for event in history[-3:]] == [2, 2, 2] for history in histories)
@@ -314,12 +301,9 @@ def test_mixed_swarm_where_peers_may_choose(pool: Pool) -> None:
     ) as peers:
         node, client, helper, other = peers.all
         for peer, batch in ((node, 8), (client, 16), (helper, 0), (other, 8)):
-            peer.ask(do="train", batch=batch, pause=0.03)
+            peer.ask(Training.train, batch=batch, pause=0.03)
         wait_until(lambda: sum(event.get("peers") == 4 for event in events(node)) >= 4)
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = stopped(peers.all)
         histories = [events(peer) for peer in (node, client, other)]
     by_epoch(histories)
     del states[2]

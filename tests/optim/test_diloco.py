@@ -4,95 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 
-from tests.optim import outer_worker as worker
-from tests.peers import ROOT
+from tests.peers import Worker, ask_all
 from tests.soaked import only_in_soak
+from tests.waiting import wait_until
+from tests.workers import outer as worker
+from tests.workers.outer import OuterTraining
 
 pytestmark = pytest.mark.processes
-PATIENT = {"matchmaking_time": 10.0}
+Peer = Worker[OuterTraining]
 
 
-class Peer:
-    """A process of `outer_worker`, with an environment of its own."""
+def add(peers: list[Peer], seed: int, environment: dict[str, str] | None = None, **options: Any) -> Peer:
+    """Start one more, which finds the first, and wait until it is in the run."""
+    peer = Worker(OuterTraining, environment)
+    peers.append(peer)
+    peer.begin(OuterTraining, peers[0].addresses, seed, **options)
+    peer.started()
+    return peer
 
-    def __init__(self, options: dict[str, Any], **environment: str) -> None:
-        command = [sys.executable, "-m", "tests.optim.outer_worker", json.dumps(options)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.lines: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
-        self.seen: list[dict[str, Any]] = []
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with contextlib.suppress(ValueError):  # one that was killed has not ended its last line
-                self.lines.put(json.loads(line))
-        self.lines.put(None)
+def epochs(peer: Peer) -> dict[int, dict[str, Any]]:
+    """What it has said of each."""
+    return {line["epoch"]: line for line in peer.said if line["event"] == "epoch"}
 
-    def hear(self, event: str = "", timeout: float = 120.0) -> dict[str, Any]:
-        """The next line with that event; those before are kept."""
-        while True:
-            line = self.lines.get(timeout=timeout)
-            assert line is not None, f"the peer has ended: {self.process.wait(10)}"
-            self.seen.append(line)
-            if line.get("event", "") == event:
-                return line
 
-    def tell(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        """SIGKILL; what it has said is still heard."""
-        self.process.kill()
-        self.process.wait()
-        while (line := self.lines.get(timeout=10)) is not None:
-            self.seen.append(line)
-
-    def epochs(self) -> dict[int, dict[str, Any]]:
-        return {line["epoch"]: line for line in self.seen if line.get("event") == "epoch"}
+def another_epoch(peer: Peer) -> None:
+    """Wait until it has made one more."""
+    before = len(epochs(peer))
+    wait_until(lambda: len(epochs(peer)) > before)
 
 
 @contextlib.contextmanager
-def swarm(count: int, options: dict[str, Any], *own: dict[str, Any]) -> Iterator[list[Peer]]:
-    """`count` peers; `own` has what differs for the first of them (`environment` is of its process)."""
+def swarm(count: int, environment: dict[str, str] | None = None, **options: Any) -> Iterator[list[Peer]]:
+    """`count` peers, of which the first has that environment."""
     peers: list[Peer] = []
-    addresses: list[str] = []
     try:
         for number in range(count):
-            given = {
-                "initial_peers": addresses,
-                "seed": number,
-                **options,
-                **(own[number] if number < len(own) else {}),
-            }
-            peers.append(Peer(given, **given.pop("environment", {})))
-            if not addresses:
-                addresses = peers[0].hear()["addresses"]
-        for peer in peers[1:]:
-            peer.hear()
+            add(peers, number, None if number else environment, **options)
         yield peers
     finally:
         for peer in peers:
-            peer.process.kill()
-            peer.process.communicate()
+            peer.end()
 
 
 def scalar_model(delay: int, mix: float, steps: int) -> list[list[float]]:
@@ -124,15 +85,11 @@ def scalar_model(delay: int, mix: float, steps: int) -> list[list[float]]:
 )
 def test_two_peers_have_the_numbers_of_torchft(delay: int, mix: float) -> None:
     """The setting of torchft's DiLoCoMockedUpdateTest: 7 synchronisations, 84 values, all exact in binary."""
-    diloco = {
-        "inner_steps": 6, "fragments": 2, "overlap": delay or None, "mix": mix,
-        "outer": ["SGD", {"lr": worker.OUTER_RATE}],
-    }  # fmt: skip
-    with swarm(2, {"scalars": True, "diloco": diloco, "arguments": PATIENT}) as peers:
-        for peer in peers:
-            peer.tell(do="train", steps=21)
-        for peer in peers:
-            assert peer.hear("end")["history"] == scalar_model(delay, mix, 21)
+    diloco = {"inner_steps": 6, "fragments": 2, "overlap": delay or None, "mix": mix}
+    with swarm(2, is_scalar=True, diloco=diloco, outer=("SGD", {"lr": worker.OUTER_RATE})) as peers:
+        ask_all(peers, OuterTraining.train, steps=21)
+        for end in ask_all(peers, OuterTraining.trained):
+            assert end["history"] == scalar_model(delay, mix, 21)
 
 
 def oracle(peers: int, rounds: int, inner_steps: int) -> torch.Tensor:
@@ -157,15 +114,13 @@ def oracle(peers: int, rounds: int, inner_steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("capability", ["", pytest.param("default", marks=only_in_soak)])
 def test_anchors_are_equal_at_all_and_those_of_torch(capability: str) -> None:
-    own = [{}, {"environment": {"ATEN_CPU_CAPABILITY": capability}} if capability else {}]
-    options = {"diloco": {"inner_steps": 8}, "arguments": PATIENT}
-    with swarm(4, options, *own) as peers:
-        for peer in peers:
-            peer.tell(do="train", epochs=30)
-        ends = [peer.hear("end") for peer in peers]
+    environment = {"ATEN_CPU_CAPABILITY": capability} if capability else None
+    with swarm(4, environment, diloco={"inner_steps": 8}) as peers:
+        ask_all(peers, OuterTraining.train, epochs=30)
+        ends = ask_all(peers, OuterTraining.trained)
         assert [end["steps"] for end in ends] == [240] * 4
         for epoch in range(1, 31):
-            reports = [peer.epochs()[epoch] for peer in peers]
+            reports = [epochs(peer)[epoch] for peer in peers]
             assert len({report["digest"] for report in reports}) == 1
             assert {(report["peers"], report["samples"]) for report in reports} == {(4, 4 * 8 * worker.BATCH)}
         for end in ends:
@@ -173,29 +128,23 @@ def test_anchors_are_equal_at_all_and_those_of_torch(capability: str) -> None:
 
 
 def test_a_newcomer_has_the_anchor_and_the_momentum_of_the_others_and_no_drift() -> None:
-    options = {"diloco": {"inner_steps": 8}, "arguments": PATIENT, "pause": 0.06}
-    with swarm(2, options) as peers:
-        for peer in peers:
-            peer.tell(do="train", epochs=18)
-        addresses = peers[0].seen[0]["addresses"]
-        peers[0].hear("epoch")
-        newcomer = Peer({"initial_peers": addresses, "seed": 7, **options})
-        try:
-            newcomer.hear()
-            newcomer.tell(do="train", epochs=18)
-            download = newcomer.hear("download")
-            assert download["drift"] == 0.0
-            assert download["steps"] == 0
-            ends = [peer.hear("end") for peer in [*peers, newcomer]]
-            known = {epoch: line["digest"] for peer in peers for epoch, line in peer.epochs().items()}
-            assert download["digest"] == known[download["epoch"]]
-            for epoch, line in newcomer.epochs().items():
-                assert line["digest"] == known[epoch]
-            assert len({end["momentum"] for end in ends}) == 1
-            assert newcomer.epochs(), "it has trained with them"
-        finally:
-            newcomer.process.kill()
-            newcomer.process.communicate()
+    options: dict[str, Any] = {"diloco": {"inner_steps": 8}, "pause": 0.06}
+    with swarm(2, **options) as peers:
+        first, second = peers
+        ask_all(peers, OuterTraining.train, epochs=1 << 30)
+        another_epoch(first)
+        newcomer = add(peers, 7, **options)
+        newcomer.ask(OuterTraining.train, epochs=1 << 30)
+        another_epoch(newcomer)
+        ask_all(peers, OuterTraining.stop, max(epochs(first)) + 8)
+        ends = ask_all(peers, OuterTraining.trained)
+        download = next(line for line in newcomer.said if line["event"] == "download")
+        assert download["drift"] == 0.0
+        assert download["steps"] == 0
+        known = {epoch: line["digest"] for peer in (first, second) for epoch, line in epochs(peer).items()}
+        assert download["digest"] == known[download["epoch"]]
+        assert all(line["digest"] == known[epoch] for epoch, line in epochs(newcomer).items())
+        assert len({end["momentum"] for end in ends}) == 1
 
 
 KILLS = int(os.environ.get("SHOAL_KILLS", "4"))  # in `make soak` 20
@@ -206,53 +155,43 @@ KILLS = int(os.environ.get("SHOAL_KILLS", "4"))  # in `make soak` 20
 def test_a_killed_peer_costs_no_survivor_an_inner_step(overlap: str | None) -> None:
     """In each of some epochs one of four is killed at a random moment, and another comes in its place."""
     draw = random.Random(18)
-    diloco = {"inner_steps": 8, "overlap": overlap, "mix": "keep"}
-    options = {"diloco": diloco, "arguments": PATIENT, "pause": 0.1}
-    with swarm(4, options) as peers:
-        everyone, living = list(peers), list(peers)
-        addresses = [address for peer in peers for address in peer.seen[0]["addresses"]]
-        names = {id(peer): peer.seen[0]["peer"] for peer in peers}
-        first = set(names.values())
-        for peer in peers:
-            peer.tell(do="train", epochs=1 << 30)
+    options: dict[str, Any] = {
+        "diloco": {"inner_steps": 8, "overlap": overlap, "mix": "keep"}, "pause": 0.1,
+    }  # fmt: skip
+    with swarm(4, **options) as peers:
+        living = list(peers)
+        first = {peer.peer for peer in peers}
+        ask_all(peers, OuterTraining.train, epochs=1 << 30)
         for number in range(KILLS):
-            witness = living[0]
-            witness.hear("epoch")
+            another_epoch(living[0])
             time.sleep(draw.uniform(0.0, 0.8))
             victim = living.pop(draw.randrange(1, len(living)))
             victim.kill()
-            newcomer = Peer({"initial_peers": addresses, "seed": 100 + number, **options})
-            peers.append(newcomer)  # so that it is ended with them
-            everyone.append(newcomer)
-            names[id(newcomer)] = newcomer.hear()["peer"]
-            newcomer.tell(do="train", epochs=1 << 30)
-            living.append(newcomer)
-        last = max(living[0].epochs()) + 4
-        for peer in living:
-            peer.tell(do="stop", epoch=last)
-        ends = {names[id(peer)]: peer.hear("end") for peer in living}
+            living.append(add(peers, 100 + number, **options))
+            living[-1].ask(OuterTraining.train, epochs=1 << 30)
+        ask_all(living, OuterTraining.stop, max(epochs(living[0])) + 4)
+        ends = ask_all(living, OuterTraining.trained)
         weights: dict[int, dict[str, float]] = {}
         digests: dict[int, set[str]] = {}
-        for peer in everyone:
-            for epoch, line in peer.epochs().items():
+        for peer in peers:
+            for epoch, line in epochs(peer).items():
                 weights.setdefault(epoch, line["weights"])
                 digests.setdefault(epoch, set()).add(line["digest"])
         assert all(len(found) == 1 for found in digests.values())
-        assert len({tuple(end["anchor"]) for end in ends.values()}) == 1
-        for name, end in ends.items():
-            brought = sum(line.get(name, 0.0) for line in weights.values())
+        assert len({tuple(end["anchor"]) for end in ends}) == 1
+        for peer, end in zip(living, ends, strict=True):
+            brought = sum(line.get(peer.peer, 0.0) for line in weights.values())
             assert brought + end["pending"] == end["steps"] * worker.BATCH
             # A newcomer whose download was overtaken by a round makes another one before its first inner step: in the
             # same call, or in the next.
-            seen = next(peer.seen for peer in living if names[id(peer)] == name)
-            downloads = [line["calls"] for line in seen if line.get("event") == "download" and line["steps"] == 0]
+            downloads = [line["calls"] for line in peer.said if line["event"] == "download" and line["steps"] == 0]
             early = len(set(downloads))
-            print(f"downloads of {name} before its first inner step, by call: {downloads}")
+            print(f"downloads of {peer.peer} before its first inner step, by call: {downloads}")
             assert end["calls"] - end["steps"] == early, "only the first gradients of who downloads are of no use"
-            assert bool(early) == (name not in first)
-        for line in living[0].epochs().values():
+            assert bool(early) == (peer.peer not in first)
+        for line in epochs(living[0]).values():
             assert line["samples"] == sum(weights[line["epoch"]].values())
-        times = [line["time"] for line in living[0].epochs().values()]
+        times = [line["time"] for line in epochs(living[0]).values()]
         gaps = sorted(after - before for before, after in itertools.pairwise(times))
         print(f"epochs: {len(times)}; seconds: median {gaps[len(gaps) // 2]:.2f}, longest {gaps[-1]:.2f}")
         assert gaps[-1] < gaps[len(gaps) // 2] + 3.0

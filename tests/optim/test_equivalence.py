@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, fused, make_model, train_alone
-from tests.optim.processes import Peers, Pool, training
+from tests.optim.processes import Peers, Pool, Training, fixed, training
 
 EPOCHS = 20
 SHARES = [(0, 8), (8, 24), (24, 36), (36, 64)]
@@ -14,20 +14,16 @@ SHARES = [(0, 8), (8, 24), (24, 36), (36, 64)]
 
 def train_fixed(peers: Peers, parts: tuple[int, ...] = (1, 1, 1, 1)) -> tuple[torch.Tensor, list[list[str]]]:
     """EPOCHS epochs of the fixed batches; the parameters, and each peer's digests by epoch."""
-    for peer, share, steps in zip(peers.all, SHARES, parts, strict=True):
-        peer.tell(do="fixed", share=share, epochs=EPOCHS, parts=steps)
-    answers = [peer.hear() for peer in peers.all]
+    answers = fixed(peers.all, SHARES, EPOCHS, parts)
     digests = []
     for peer, answer in zip(peers.all, answers, strict=True):
-        assert answer is not None
         assert answer["epoch"] == EPOCHS
-        events = peer.ask(do="report")["events"]
+        events = peer.ask(Training.report)["events"]
         assert [event["kind"] for event in events] == ["epoch"] * EPOCHS, "an epoch was not one round of all four"
         rounds = [(event["epoch"], event["peers"], event["samples"]) for event in events]
         assert rounds == [(epoch, 4, 64) for epoch in range(1, EPOCHS + 1)]
         digests.append([event["digest"] for event in events])
-    assert len({(a["parameters_digest"], a["statistics"], repr(a["scheduler"]), a["rate"]) for a in answers if a}) == 1
-    assert answers[0] is not None
+    assert len({(a["parameters_digest"], a["statistics"], repr(a["scheduler"]), a["rate"]) for a in answers}) == 1
     return torch.tensor(answers[0]["parameters"]), digests
 
 

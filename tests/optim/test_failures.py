@@ -7,19 +7,18 @@ from statistics import median
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, five_more, gaps, stopped, training
 from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("victim_is", ["coordinator", "other"])
 def test_training_goes_on_after_a_kill(pool: Pool, victim_is: str) -> None:
     with training(pool, 4, optimizer="adamw", scheduler="cosine") as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.05)
+        ask_all(peers.all, Training.train, batch=8, pause=0.05)
         wait_until(lambda: len(events(peers.all[0])) >= 5)
         victim, *survivors = peers.all
         if victim_is == "coordinator":
-            victim.ask(do="die as coordinator")
+            victim.ask(Training.die_as_coordinator)
             victim.process.wait(100)
         else:
             victim.kill()
@@ -38,8 +37,7 @@ def test_training_goes_on_after_a_kill(pool: Pool, victim_is: str) -> None:
 @pytest.mark.long
 def test_a_peer_that_hung_is_made_equal_again(pool: Pool) -> None:
     with training(pool, 4, optimizer="adamw", scheduler="cosine", next_chunk_timeout=2.0) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.05)
+        ask_all(peers.all, Training.train, batch=8, pause=0.05)
         wait_until(lambda: len(events(peers.all[0])) >= 5)
         victim, *others = peers.all
         victim.hang()
@@ -48,10 +46,7 @@ def test_a_peer_that_hung_is_made_equal_again(pool: Pool) -> None:
         victim.go_on()
         woke = time.monotonic()
         wait_until(lambda: any(event.get("peers") == 4 and event["time"] > woke for event in events(victim)))
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = stopped(peers.all)
         histories = [events(peer) for peer in peers.all]
 
     assert all(state == states[0] for state in states), states

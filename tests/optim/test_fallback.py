@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, events, training
+from tests.optim.processes import Pool, Training, ask_all, events, stopped, training
 from tests.waiting import wait_until
 
 
@@ -172,8 +172,7 @@ def test_a_better_state_that_nobody_has_any_more_is_forgotten(pair: list[shoal.O
 def test_one_goes_on_while_the_others_hang(pool: Pool) -> None:
     with training(pool, 3, optimizer="adamw", averaging_timeout=4.0, next_chunk_timeout=2.0) as peers:
         last, *others = peers.all
-        for peer in peers.all:
-            peer.ask(do="train", batch=16, pause=0.03)
+        ask_all(peers.all, Training.train, batch=16, pause=0.03)
         wait_until(lambda: len(events(last)) >= 3)
         for peer in others:
             peer.hang()
@@ -187,10 +186,7 @@ def test_one_goes_on_while_the_others_hang(pool: Pool) -> None:
             return all(any(e.get("peers") == 3 and e["time"] > woke for e in events(peer)) for peer in peers.all)
 
         wait_until(one_again)
-        epoch = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=epoch)
-        states = [peer.hear() for peer in peers.all]
+        states = stopped(peers.all)
     assert all(state == states[0] for state in states), states
 
 

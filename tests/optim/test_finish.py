@@ -12,7 +12,7 @@ import pytest
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 
 LAST = 4
 
@@ -20,11 +20,9 @@ LAST = 4
 def test_a_peer_that_misses_the_last_rounds_ends_with_the_last_state(pool: Pool) -> None:
     with training(pool, 2, optimizer="adamw", scheduler="steps", target=64, matchmaking_time=0.5) as peers:
         fast, slow = peers.all
-        fast.ask(do="train", batch=16, pause=0.05)
-        slow.ask(do="train", batch=16, pause=4.0)
-        for peer in peers.all:
-            peer.tell(do="finish", epoch=LAST)
-        states = [peer.hear() for peer in peers.all]
+        fast.ask(Training.train, batch=16, pause=0.05)
+        slow.ask(Training.train, batch=16, pause=4.0)
+        states = ask_all(peers.all, Training.finish, LAST)
         histories = [events(peer) for peer in peers.all]
     by_epoch(histories)
     assert [history[-1]["epoch"] for history in histories] == [LAST, LAST]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, stopped, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
 
@@ -18,19 +18,15 @@ HELD_SECONDS = 10.0
 @pytest.mark.parametrize("who", ["the coordinator", pytest.param("another", marks=only_in_soak)])
 def test_all_epochs_are_made_together(pool: Pool, who: str) -> None:
     with training(pool, 3, optimizer="adamw", target=64) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(sum(e.get("peers") == 3 for e in events(peer)) >= 3 for peer in peers.all))
-        coordinator = peers.all[0].ask(do="coordinator")["peer"]
+        coordinator = peers.all[0].ask(Training.coordinator)
         held = next(peer for peer in peers.all if (peer.peer == coordinator) == (who == "the coordinator"))
         began = time.monotonic()
-        held.ask(do="hold", seconds=HELD_SECONDS)
+        held.ask(Training.hold, HELD_SECONDS)
         wait_until(lambda: all(sum(e["time"] > began + HELD_SECONDS for e in events(p)) >= 3 for p in peers.all))
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
-        reports = [peer.ask(do="report") for peer in peers.all]
+        states = stopped(peers.all)
+        reports = ask_all(peers.all, Training.report)
     assert all(state == states[0] for state in states)
     by_epoch([report["events"] for report in reports])
     for report in reports:

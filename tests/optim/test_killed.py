@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, five_more, gaps, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, five_more, gaps, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
+from tests.workers.training import Phase
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "offloaded and delayed": {"offload_optimizer": True, "delay_grad_averaging": True},
     "diloco": {"inner_steps": 4, "target": None},
 }
-PHASES = ["in the round", "committed", "stepping"]
+PHASES: list[Phase] = ["in the run's round", "committed", "stepping"]
 MOST_SECONDS = 9.0  # more than usual, from one epoch to the next
 
 
@@ -27,16 +28,15 @@ MOST_SECONDS = 9.0  # more than usual, from one epoch to the next
 )
 def test_peers_that_are_killed_in_each_phase(pool: Pool, mode: str) -> None:
     with training(pool, 2 + len(PHASES), optimizer="adamw", **MODES[mode]) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: len(events(peers.all[0])) >= 4)
         survivors, victims = peers.all[:2], peers.all[2:]
         killed = time.monotonic()
         for victim, phase in zip(victims, PHASES, strict=True):
-            victim.ask(do="die", phase=phase, outer=mode == "diloco")
+            victim.ask(Training.die_in, phase, outer=mode == "diloco")
         for newcomer in peers.add(1):
-            newcomer.ask(do="die", phase="downloading")
-            newcomer.ask(do="train", batch=8, pause=0.03)
+            newcomer.ask(Training.die_in, "downloading")
+            newcomer.ask(Training.train, batch=8, pause=0.03)
             victims.append(newcomer)
         assert [victim.process.wait(100.0) for victim in victims] == [-9] * len(victims)
         states, histories = five_more(survivors)

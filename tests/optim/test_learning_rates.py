@@ -15,7 +15,7 @@ import torch
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, stopped, training
 from tests.waiting import wait_until
 
 Peers = list[tuple[torch.nn.Module, shoal.Optimizer]]
@@ -36,15 +36,11 @@ def test_a_scheduler_that_follows_each_peers_own_steps(pool: Pool, mode: str) ->
     """Trainer's default: a LambdaLR on the Shoal optimizer, stepped after each batch by peers of unequal speed."""
     with training(pool, 2, optimizer="adamw", outside="each step", target=64, **MODES[mode]) as peers:
         quick, slow = peers.all
-        quick.ask(do="train", batch=4, pause=0.01)
-        slow.ask(do="train", batch=4, pause=0.04)
+        quick.ask(Training.train, batch=4, pause=0.01)
+        slow.ask(Training.train, batch=4, pause=0.04)
         wait_until(lambda: len(events(slow)) >= 12)
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        for peer in peers.all:
-            peer.hear()
-        reports = [peer.ask(do="report") for peer in peers.all]
+        stopped(peers.all)
+        reports = ask_all(peers.all, Training.report)
     histories = [report["events"] for report in reports]
     digests = by_epoch(histories)
     assert len(set(digests.values())) == len(digests) >= 12
@@ -62,22 +58,20 @@ def test_the_same_wrapped_follows_the_run(pool: Pool) -> None:
     """A newcomer, too, whose scheduler is at the beginning when it downloads the state."""
     with training(pool, 2, optimizer="sgd", outside="each epoch", target=64) as peers:
         for peer, pause in zip(peers.all, (0.01, 0.03), strict=True):
-            peer.ask(do="train", batch=8, pause=pause)
+            peer.ask(Training.train, batch=8, pause=pause)
         wait_until(lambda: len(events(peers.all[1])) >= 6)
         [late] = peers.add(1, seed=5)
-        late.ask(do="train", batch=8, pause=0.02)
+        late.ask(Training.train, batch=8, pause=0.02)
         wait_until(lambda: sum(event.get("peers") == 3 for event in events(late)) >= 4)
         last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
-        reports = [peer.ask(do="report") for peer in peers.all]
+        states = ask_all(peers.all, Training.stop, last)
+        reports = ask_all(peers.all, Training.report)
     by_epoch([report["events"] for report in reports])
     assert [report["log"] for report in reports] == [[], [], []]
     rate = 0.05
     for _ in range(last):
         rate *= 0.9
-    assert {state["rate"] for state in states if state} == {repr(rate)}
+    assert {state["rate"] for state in states} == {repr(rate)}
 
 
 # -- in this process

@@ -9,7 +9,7 @@ from shoal.compression import NoCompression, TensorRole
 from shoal.flat import Layout
 from shoal.optim.state import SharedTensors
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, stopped, training
 from tests.waiting import wait_until
 
 SHARES = [(0, 24), (24, 64)]
@@ -48,12 +48,8 @@ def test_peers_step_alone_and_average_their_parameters(pool: Pool, every: int, p
         delay_state_averaging=False,
         average_state_every=every,
     ) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS, parts=parts)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS, [parts] * 2)
         histories = [events(peer) for peer in peers.all]
-    assert answers[0] is not None
-    assert answers[1] is not None
     assert answers[0]["parameters_digest"] == answers[1]["parameters_digest"]
     assert answers[0]["statistics"] != answers[1]["statistics"], "the momentum is each peer's own"
     assert answers[0]["rate"] == answers[1]["rate"] == repr(0.05 / 4), "the scheduler is stepped once per epoch"
@@ -69,24 +65,20 @@ def test_peers_step_alone_and_average_their_parameters(pool: Pool, every: int, p
 def test_the_trainer_goes_on_while_states_are_averaged(pool: Pool) -> None:
     """In the background; all get the same averages, and a newcomer joins in."""
     with training(pool, 2, optimizer="adamw", scheduler="steps", use_local_updates=True, target=128) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.01)
+        ask_all(peers.all, Training.train, batch=8, pause=0.01)
         wait_until(lambda: len(events(peers.all[0])) >= 4)
         [late] = peers.add(1, seed=5)
-        late.ask(do="train", batch=8, pause=0.01)
+        late.ask(Training.train, batch=8, pause=0.01)
         wait_until(lambda: sum(event.get("peers") == 3 for event in events(late)) >= 4)
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = stopped(peers.all)
         histories = [events(peer) for peer in peers.all]
-        logs = [peer.ask(do="report") for peer in peers.all]
+        logs = ask_all(peers.all, Training.report)
     by_epoch([[event for event in history if event["kind"] == "epoch"] for history in histories])
     kinds = [event["kind"] for event in histories[2]]
     assert kinds[0] == "download"
     assert "download" not in kinds[kinds.index("epoch") :], kinds  # before, one may have taken longer than an epoch
     assert all(report["errors"] == [] for report in logs)
-    assert len({state["rate"] for state in states if state}) == 1
+    assert len({state["rate"] for state in states}) == 1
 
 
 def test_what_changed_meanwhile_is_kept() -> None:

@@ -6,15 +6,14 @@ import time
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, training
 from tests.waiting import wait_until
 
 
 @pytest.mark.long
 def test_who_is_left_of_three_waits_for_a_second_one(pool: Pool) -> None:
     with training(pool, 3, min_peers=0.6, matchmaking_time=2.0, averaging_timeout=6.0) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: all(sum(event.get("peers") == 3 for event in events(p)) >= 3 for p in peers.all))
         last, *others = peers.all
         for peer in others:
@@ -23,12 +22,12 @@ def test_who_is_left_of_three_waits_for_a_second_one(pool: Pool) -> None:
         before = len(events(last))
         time.sleep(8.0)
         assert len(events(last)) == before
-        report = last.ask(do="report")
+        report = last.ask(Training.report)
         assert not report["errors"]
         assert any("1 peers are here, and min_peers=0.6 of 3 in the last epoch, which is 2" in line
                    for line in report["log"]), report["log"]  # fmt: skip
         (late,) = peers.add(1)
-        late.ask(do="train", batch=8, pause=0.02)
+        late.ask(Training.train, batch=8, pause=0.02)
         wait_until(lambda: sum(event.get("peers") == 2 for event in events(last)) >= 3, 60.0)
         assert all(event["peers"] > 1 for event in events(last) if event["kind"] == "epoch")
         by_epoch([events(last), events(late)])

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from tests.optim.processes import Pool, by_epoch, events, gaps, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, gaps, training
 from tests.waiting import wait_until
 
 WIDE = 512
@@ -19,18 +19,15 @@ def test_newcomer_joins_while_the_others_train(pool: Pool) -> None:
     run = {"optimizer": "adamw", "scheduler": "steps", "width": WIDE, "target": 64}
     with training(pool, 4, **run) as peers:
         old = list(peers.all)
-        for peer in old:
-            peer.ask(do="train", batch=8, pause=0.1)
+        ask_all(old, Training.train, batch=8, pause=0.1)
         wait_until(lambda: len(events(old[0])) >= 6)
         before = time.monotonic()
         [newcomer] = peers.add(1, seed=77)
-        newcomer.ask(do="train", batch=8, pause=0.1)
+        newcomer.ask(Training.train, batch=8, pause=0.1)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 2)
         after = time.monotonic()
         last = max(event["epoch"] for peer in old for event in events(peer)) + 5
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = ask_all(peers.all, Training.stop, last)
         histories = [events(peer) for peer in peers.all]
 
     # It took the state (again, where the others' next epoch was over before its download) and then made every epoch.
@@ -60,16 +57,13 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: P
     slow = 4.0
     with training(pool, 2, optimizer="adamw", target=64, matchmaking_time=20.0) as peers:
         old = list(peers.all)
-        for peer in old:
-            peer.ask(do="train", batch=16, pause=0.05)
+        ask_all(old, Training.train, batch=16, pause=0.05)
         wait_until(lambda: len(events(old[0])) >= 6)
         [newcomer] = peers.add(1, seed=77, download_seconds=slow)
-        newcomer.ask(do="train", batch=16, pause=0.05)
+        newcomer.ask(Training.train, batch=16, pause=0.05)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(newcomer)) >= 5)
         last = max(event["epoch"] for peer in old for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = ask_all(peers.all, Training.stop, last)
         histories = [events(peer) for peer in peers.all]
     newest = histories[2]
     downloads = [event for event in newest if event["kind"] == "download"]
@@ -87,11 +81,8 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_catches_up(pool: P
 
 def test_peers_that_begin_from_different_weights_are_equal_after_one_epoch(pool: Pool) -> None:
     with training(pool, 4, optimizer="adamw", scheduler="cosine", seed=[1, 2, 3, 3]) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=16, pause=0.0)
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=4)
-        states = [peer.hear() for peer in peers.all]
+        ask_all(peers.all, Training.train, batch=16, pause=0.0)
+        states = ask_all(peers.all, Training.stop, 4)
         histories = [events(peer) for peer in peers.all]
     assert all(state == states[0] for state in states), states
     digests = by_epoch(histories)

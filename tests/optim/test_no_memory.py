@@ -22,13 +22,13 @@ from shoal.optim.state import TrainingState
 from shoal.optim.transfers import Fetched
 from shoal.swarm.protocol.errors import AveragingError, Rejected
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
+from tests.forked import ROOT
 from tests.optim.conftest import Alone
 from tests.optim.lack import Lack
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
 from tests.optim.test_strand_state import Net
 from tests.optim.test_strand_state import made as made_with_strands
 from tests.optim.test_strand_state import train as train_strands
-from tests.peers import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 

@@ -25,8 +25,8 @@ from shoal.optim.kept import Kept
 from shoal.optim.pilot import Averaged, Ended
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.errors import AveragingError
+from tests.forked import ROOT
 from tests.optim.models import fixed_batch, flat, make_model
-from tests.peers import ROOT
 
 Alone = Callable[..., shoal.Optimizer]
 RATE = 0.01

@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.optim.rounds import AveragerRounds
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, gaps, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, gaps, training
 from tests.waiting import wait_until
 
 
@@ -246,20 +246,17 @@ def test_min_peers_never_holds_the_trainer_for_ever(places: list[shoal.DHT], fac
 def test_a_kill_and_a_newcomer(pool: Pool, kind: str, option: dict[str, Any]) -> None:
     with training(pool, 3, optimizer="adamw", own_averager=kind, **option) as peers:
         *survivors, victim = peers.all
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.1)
+        ask_all(peers.all, Training.train, batch=8, pause=0.1)
         wait_until(lambda: len(events(survivors[0])) >= 4)
         victim.process.kill()
         victim.process.wait(100)
         wait_until(lambda: sum(event.get("peers") == 2 for event in events(survivors[0])) >= 4)
         [late] = peers.add(1, seed=4)
-        late.ask(do="train", batch=8, pause=0.1)
+        late.ask(Training.train, batch=8, pause=0.1)
         wait_until(lambda: sum(event.get("peers") == 3 for event in events(late)) >= 4)
         living = [*survivors, late]
         last = max(event["epoch"] for peer in living for event in events(peer)) + 3
-        for peer in living:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in living]
+        states = ask_all(living, Training.stop, last)
         histories = [events(peer) for peer in living]
     by_epoch(histories)
     # One that trains on during a round may have begun the end of another epoch when it was told to stop.

@@ -16,8 +16,7 @@ import shoal
 from shoal.membership import OwnerKey
 from tests.optim.closed_runs import Club
 from tests.optim.models import make_model
-from tests.optim.processes import Pool, events, training
-from tests.peers import PeerProcess
+from tests.optim.processes import Peer, Pool, Training, ask_all, events, training
 from tests.waiting import wait_until
 
 FORGED_EPOCH = 1_000_003
@@ -36,8 +35,8 @@ def keys(club: Club, *arguments: str) -> str:
     return done.stdout
 
 
-def report(peer: PeerProcess) -> dict[str, Any]:
-    return peer.ask(do="report")
+def report(peer: Peer) -> dict[str, Any]:
+    return peer.ask(Training.report)
 
 
 def epoch_of(tip: str) -> int:
@@ -66,8 +65,7 @@ def test_a_pin_undoes_a_forged_state(pool: Pool, club: Club) -> None:
     run = club.run(names, target=64, **FAST)
     run["kept_state_dir"] = [str(club.folder / name / "kept") for name in "xyz"]
     with training(pool, 3, **run) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(len(events(peer)) >= 5 for peer in peers.all))
         dht, liar = lie(club, peers.addresses, 64)
         try:
@@ -81,7 +79,7 @@ def test_a_pin_undoes_a_forged_state(pool: Pool, club: Club) -> None:
             told = keys(club, "pin", club.run_id, pinned, "--initial-peers", peers.addresses[0])
             assert "told the run" in told
 
-            def is_back(peer: PeerProcess) -> bool:
+            def is_back(peer: Peer) -> bool:
                 return epoch_of(pinned) + 3 <= epoch_of(report(peer)["tip"]) < FORGED_EPOCH
 
             wait_until(lambda: all(map(is_back, peers.all)), 90.0)
@@ -90,9 +88,7 @@ def test_a_pin_undoes_a_forged_state(pool: Pool, club: Club) -> None:
             liar.shutdown()
             dht.shutdown()
         last = max(epoch_of(report(peer)["tip"]) for peer in peers.all) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = ask_all(peers.all, Training.stop, last)
         logs = [report(peer)["log"] for peer in peers.all]
         assert all(state == states[0] for state in states), states
     for log in logs:
@@ -104,8 +100,7 @@ def test_a_pin_undoes_a_forged_state(pool: Pool, club: Club) -> None:
 def test_a_revoked_member_is_put_out_and_a_newcomer_begins_at_the_pin(pool: Pool, club: Club) -> None:
     run = club.run(["a", "b", "c"], target=64, **FAST)
     with training(pool, 3, **run) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(len(events(peer)) >= 4 for peer in peers.all))
         *stay, out = peers.all
         began = time.monotonic()
@@ -120,7 +115,7 @@ def test_a_revoked_member_is_put_out_and_a_newcomer_begins_at_the_pin(pool: Pool
         wait_until(lambda: all(epoch_of(report(peer)["tip"]) >= before + 3 for peer in stay), 60.0)
         files, texts = club.identity("d")[0], club.admit(club.identity("d")[1])
         (late,) = peers.add(1, identity=files, membership=texts)
-        late.ask(do="train", batch=8, pause=0.03)
+        late.ask(Training.train, batch=8, pause=0.03)
         wait_until(lambda: events(late) != [] and events(late)[-1].get("peers") == 3, 60.0)
         assert events(late)[0]["kind"] == "download"
         assert epoch_of(report(late)["tip"]) >= epoch_of(pinned)
@@ -133,36 +128,30 @@ def test_a_pin_that_rewinds_leads_back_to_a_checkpoint(pool: Pool, club: Club) -
     run = club.run(["a", "b", "c"], target=64, **FAST)
     checkpoint = str(club.folder / "checkpoint")
     with training(pool, 3, **run) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(len(events(peer)) >= 3 for peer in peers.all))
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=6)
-        assert [peer.hear()["epoch"] for peer in peers.all] == [6, 6, 6]
-        peers.all[0].ask(do="save", to=checkpoint)
+        assert [state["epoch"] for state in ask_all(peers.all, Training.stop, 6)] == [6, 6, 6]
+        peers.all[0].ask(Training.save, checkpoint)
         pinned = report(peers.all[0])["tip"]
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(epoch_of(report(peer)["tip"]) >= 10 for peer in peers.all))
         keys(club, "pin", club.run_id, pinned, "--rewind", "--initial-peers", peers.addresses[0])
         waits = "nobody in reach holds that state"
         wait_until(lambda: all(any(waits in line for line in report(p)["log"]) for p in peers.all), 60.0)
         file, text = club.identity("d")[0], club.admit(club.identity("d")[1])
         (holder,) = peers.add(1, identity=file, membership=text)
-        assert holder.ask(do="load", of=checkpoint)["epoch"] == 6
+        assert holder.ask(Training.load, checkpoint) == 6
         assert report(holder)["tip"] == pinned
-        holder.ask(do="train", batch=8, pause=0.03)
+        holder.ask(Training.train, batch=8, pause=0.03)
 
-        def is_back(peer: PeerProcess) -> bool:
+        def is_back(peer: Peer) -> bool:
             return any(event.get("peers") == 4 for event in events(peer))
 
         wait_until(lambda: all(map(is_back, peers.all)), 90.0)
         left = [next(fork for fork in report(peer)["forks"] if not fork["stays"]) for peer in peers.all[:3]]
         assert all("its owner has pinned it" in fork["reason"] and epoch_of(fork["tip"]) >= 10 for fork in left)
         last = max(epoch_of(report(peer)["tip"]) for peer in peers.all) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
+        states = ask_all(peers.all, Training.stop, last)
     assert all(state == states[0] for state in states)
 
 

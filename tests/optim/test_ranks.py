@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from torch import distributed
 
-from tests.forked import ForkedProcess
+from tests.groups import in_group
+from tests.optim.wrapped import refusals
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
 def test_its_parameters_are_refused_by_name_in_the_first_step(tmp_path: Path) -> None:
-    logs = [tmp_path / f"log {rank}" for rank in range(2)]
-    ranks = [
-        ForkedProcess("tests.optim.ranks_worker", str(rank), str(tmp_path), log=log) for rank, log in enumerate(logs)
-    ]
-    try:
-        assert [worker.wait(100) for worker in ranks] == [0, 0], [log.read_text() for log in logs]
-    finally:
-        for worker in ranks:
-            worker.kill()
-            worker.wait()
-    for number in range(2):
-        found = json.loads((tmp_path / f"rank {number}.json").read_text())
+    for found in in_group(2, tmp_path, refusals):
         for case in ("plain", "beside ddp", "after ddp", "ddp of one rank"):
             assert found.pop(case) == ""
         assert "parameter 0 ('weight' of a Linear) is held by a DistributedDataParallel of 2 ranks" in found.pop("ddp")

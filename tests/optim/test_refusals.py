@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Peers, Pool, by_epoch, events, gaps, training
+from tests.optim.processes import (
+    Failed,
+    Peers,
+    Pool,
+    Training,
+    ask_all,
+    begin,
+    by_epoch,
+    events,
+    gaps,
+    stopped,
+    training,
+)
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
 
@@ -16,10 +28,11 @@ from tests.waiting import wait_until
 def refusal(pool: Pool, peers: Peers, run: dict[str, Any]) -> str:
     """What a peer with this run is told when it makes its optimizer."""
     [worker] = pool.take(1)
-    answer = worker.ask(do="begin", initial_peers=peers.addresses, run=run)
-    assert "error" in answer, "it was let in"
-    pool.put_back(worker)
-    return str(answer["error"])
+    begin(worker, peers.addresses, run)
+    with pytest.raises(Failed) as refused:
+        worker.started()
+    pool.idle.append(worker)
+    return str(refused.value)
 
 
 SOME = {
@@ -45,18 +58,13 @@ def test_a_peer_with_other_options_is_refused_by_name(
     pool: Pool, others: dict[str, dict[str, Any]], logged: str
 ) -> None:
     with training(pool, 3) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: len(events(peers.all[0])) >= 5)
         before = time.monotonic()
         for told, run in others.items():
             assert told in refusal(pool, peers, run)
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        for peer in peers.all:
-            peer.hear()
-        reports = [peer.ask(do="report") for peer in peers.all]
+        stopped(peers.all)
+        reports = ask_all(peers.all, Training.report)
     assert all(report["errors"] == [] for report in reports)
     histories = [report["events"] for report in reports]
     by_epoch(histories)
@@ -73,17 +81,14 @@ def test_gradients_that_are_not_finite_stay_out(pool: Pool) -> None:
     with training(pool, 3, optimizer="adamw") as peers:
         sick = peers.all[0]
         for peer in peers.all:
-            peer.ask(do="train", batch=48 if peer is sick else 8, pause=0.02)
+            peer.ask(Training.train, batch=48 if peer is sick else 8, pause=0.02)
         wait_until(lambda: len(events(sick)) >= 3)
-        sick.ask(do="poison", steps=6)
-        wait_until(lambda: sick.ask(do="report")["log"] != [])
+        sick.ask(Training.poison, steps=6)
+        wait_until(lambda: sick.ask(Training.report)["log"] != [])
         seen = len(events(sick))
         wait_until(lambda: len(events(sick)) >= seen + 4)
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
-        reports = [peer.ask(do="report") for peer in peers.all]
+        states = stopped(peers.all)
+        reports = ask_all(peers.all, Training.report)
     assert all(state == states[0] for state in states), states
     histories = [report["events"] for report in reports]
     by_epoch(histories)

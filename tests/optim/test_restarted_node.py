@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.optim.processes import Pool, events, training
-from tests.peers import PeerProcess
+from tests.optim.processes import Peer, Pool, Training, begin, events, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
 
@@ -25,7 +24,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def one_lineage(peers: list[PeerProcess], since: float) -> bool:
+def one_lineage(peers: list[Peer], since: float) -> bool:
     """Whether all have made three epochs together since then, with the same states."""
     shared: list[set[tuple[int, str]]] = []
     for peer in peers:
@@ -42,28 +41,25 @@ def test_a_node_that_comes_back_and_its_clients_are_one_again(pool: Pool, tmp_pa
         address = peers.addresses
         clients = peers.add(2, dht_client=True)
         for peer, batch in zip(peers.all, (16, 16, 8), strict=True):
-            peer.ask(do="train", batch=batch, pause=0.05)
+            peer.ask(Training.train, batch=batch, pause=0.05)
         wait_until(lambda: one_lineage(peers.all, 0.0))
-        node.ask(do="stop")
-        node.ask(do="save", to=saved)
+        node.ask(Training.stop)
+        node.ask(Training.save, saved)
         node.kill()
         killed = time.monotonic()
         wait_until(lambda: all(any(e["time"] > killed + 1 for e in events(client)) for client in clients))
         peers.all.remove(node)
-        pool.busy.remove(node)
         node.end()
-        again = PeerProcess("tests.optim.worker", {})
-        pool.busy.append(again)
-        again.started()
+        [again] = pool.take(1)
         peers.all.append(again)
         run = {"optimizer": "adamw", "target": 64, "averaging_timeout": 20.0, "port": port, "identity": identity}
-        again.tell(do="begin", initial_peers=[], run=run)
+        begin(again, [], run)
         again.started()
         assert again.addresses == address
         if checkpoint == "with its checkpoint":
-            again.ask(do="load", of=saved)
+            again.ask(Training.load, saved)
         back = time.monotonic()
-        again.ask(do="train", batch=16, pause=0.05)
+        again.ask(Training.train, batch=16, pause=0.05)
         wait_until(lambda: one_lineage(peers.all, back), TOGETHER_SECONDS)
         print(f"one again after {time.monotonic() - back:.1f} s")
 
@@ -75,7 +71,7 @@ def test_a_fast_client_that_was_away_gives_its_state_once(pool: Pool) -> None:
         nodes = peers.add(2)
         (client,) = peers.add(1, dht_client=True)
         for peer, batch, pause in zip(peers.all, (16, 16, 8), (0.05, 0.05, 0.002), strict=True):
-            peer.ask(do="train", batch=batch, pause=pause)
+            peer.ask(Training.train, batch=batch, pause=pause)
         wait_until(lambda: one_lineage(peers.all, 0.0))
         for node in nodes:
             node.hang()

@@ -11,7 +11,7 @@ from blake3 import blake3
 import shoal
 from shoal.flat import bytes_of
 from tests.optim.models import OPTIMIZERS, make_model, train_alone
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, training
 from tests.waiting import wait_until
 
 SHARES = [(0, 8), (8, 40), (40, 64)]
@@ -30,16 +30,13 @@ def test_a_swarm_of_clients_and_one_node(pool: Pool, dht_client: bool) -> None:
         dht_client=[False, dht_client, dht_client],
         client_mode=[None, True, True],
     ) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS)
         histories = [events(peer) for peer in peers.all]
         node = peers.all[0].peer
-        roles = [peer.ask(do="role") for peer in peers.all]
+        roles = ask_all(peers.all, Training.terms)
     assert all(event["kind"] == "epoch" and event["peers"] == 3 for history in histories for event in history)
     assert {event["coordinator"] for history in histories for event in history} == {node}
     by_epoch(histories)
-    assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
     alone = train_alone("adamw", "cosine", EPOCHS)
     torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), alone, rtol=1e-4, atol=1e-5)
@@ -54,16 +51,12 @@ def test_a_swarm_of_clients_and_one_node(pool: Pool, dht_client: bool) -> None:
 def test_an_auxiliary_reduces_and_adds_no_gradients(pool: Pool) -> None:
     with training(pool, 3, optimizer="sgd", auxiliary=[False, False, True], width=200, matchmaking_time=3.0) as peers:
         *trainers, helper = peers.all
-        helper.ask(do="train", batch=0, pause=0.0)
-        for peer, share in zip(trainers, [(0, 24), (24, 64)], strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in trainers]
+        helper.ask(Training.train, batch=0, pause=0.0)
+        answers = fixed(trainers, [(0, 24), (24, 64)], EPOCHS)
         wait_until(lambda: len(events(helper)) >= EPOCHS - 1)
-        helper.tell(do="stop", epoch=0)
-        state = helper.hear()
+        state = helper.ask(Training.stop)
         histories = [events(peer) for peer in peers.all]
     assert all(answer == answers[0] for answer in answers)
-    assert answers[0] is not None
     alone = train_alone("sgd", "none", EPOCHS, width=200)
     torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), alone, rtol=1e-4, atol=1e-5)
     by_epoch(histories[:2])
@@ -71,7 +64,6 @@ def test_an_auxiliary_reduces_and_adds_no_gradients(pool: Pool) -> None:
     helped = [event for event in histories[0] if event["peers"] == 3]
     assert len(helped) >= EPOCHS - 1, "the auxiliary was not in the rounds"
     assert all(event["sent"] > 0 for event in histories[2]), "it sent no averages"
-    assert state is not None
     untouched = torch.cat([parameter.detach().flatten() for parameter in make_model(0, 200).parameters()])
     assert state["parameters_digest"] == blake3(bytes_of(untouched)).hexdigest(), "its own tensors were overwritten"
 
@@ -91,9 +83,7 @@ def test_who_has_no_bandwidth_reduces_nothing(pool: Pool) -> None:
     with training(
         pool, 3, width=200, averager_opts=[{"bandwidth": 5.0}, {"bandwidth": 5.0}, {"bandwidth": 0.0}]
     ) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS)
         histories = [events(peer) for peer in peers.all]
     assert all(answer == answers[0] for answer in answers)
     rounds = [{event["epoch"]: event for event in history if event.get("peers") == 3} for history in histories]

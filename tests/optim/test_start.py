@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.peers import ROOT
+from tests.forked import ROOT
 
 pytestmark = pytest.mark.timed
 

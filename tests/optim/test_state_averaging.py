@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Peers, Pool, events, training
+from tests.optim.processes import Peers, Pool, Trained, Training, ask_all, events, fixed, stopped, training
 from tests.waiting import wait_until
 
 SHARES = [(0, 8), (8, 40), (40, 64)]
 EPOCHS = 6
 
 
-def train(peers: Peers, epochs: int = EPOCHS) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+def train(peers: Peers, epochs: int = EPOCHS) -> tuple[list[Trained], list[list[dict[str, Any]]]]:
     """That many epochs of the fixed batches; how the peers end, and what they reported."""
-    for peer, share in zip(peers.all, SHARES, strict=False):
-        peer.tell(do="fixed", share=share, epochs=epochs)
-    answers = [peer.hear() for peer in peers.all]
-    return [answer for answer in answers if answer], [peer.ask(do="report")["events"] for peer in peers.all]
+    trained = fixed(peers.all, SHARES[: len(peers.all)], epochs)
+    return trained, [events(peer) for peer in peers.all]
 
 
 @pytest.mark.parametrize("what", ["parameters", "exp_avg_sq"])
@@ -71,7 +69,7 @@ def test_extra_tensors_are_averaged_by_samples(pool: Pool, every: int) -> None:
     values = [1.0, 2.0, 4.0]
     with training(pool, 3, optimizer="sgd", shares_extra=True, extra=values, average_state_every=every) as peers:
         answers, histories = train(peers, epochs=4)
-        extras = [peer.ask(do="extras")["extras"] for peer in peers.all]
+        extras = ask_all(peers.all, Training.extras)
     mean = sum(value * (stop - start) for value, (start, stop) in zip(values, SHARES, strict=True)) / 64
     for value, seen in zip(values, extras, strict=True):
         before, after = seen[: every - 1], seen[every - 1 :]
@@ -101,18 +99,14 @@ def test_a_newcomer_through_a_lossy_codec_counts_as_unlike(pool: Pool) -> None:
     momentum, here) would make it unlike again."""
     run = {"optimizer": "sgd", "load_codec": "float16", "target": 48}
     with training(pool, 2, average_opt_statistics=[["momentum_buffer"]] * 3, **run) as peers:
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.02)
+        ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: len(events(peers.all[0])) >= 3)
         [late] = peers.add(1)
-        late.ask(do="train", batch=8, pause=0.02)
+        late.ask(Training.train, batch=8, pause=0.02)
         wait_until(lambda: sum(event["kind"] == "epoch" for event in events(late)) >= 4)
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
-        reports = [peer.ask(do="report") for peer in peers.all]
-    assert all(state["parameters_digest"] == states[0]["parameters_digest"] for state in states if state and states[0])
+        states = stopped(peers.all)
+        reports = ask_all(peers.all, Training.report)
+    assert all(state["parameters_digest"] == states[0]["parameters_digest"] for state in states)
     # A download that took longer than an epoch is made again; none is once it was in one.
     kinds = [event["kind"] for event in reports[2]["events"]]
     assert kinds[0] == "download"

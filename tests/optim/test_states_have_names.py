@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal.swarm.protocol.errors import AveragingError
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, stopped, training
 from tests.waiting import wait_until
 
 
@@ -60,23 +60,16 @@ def test_all_restart_from_checkpoints_of_different_epochs(pool: Pool, tmp_path: 
     with training(pool, 4, optimizer="adamw", target=64) as peers:
         files = [str(tmp_path / f"checkpoint {index}") for index in range(4)]
         for epochs in (3, 5):
-            for index, peer in enumerate(peers.all):
-                peer.tell(do="fixed", share=[16 * index, 16 * index + 16], epochs=epochs)
-            for peer in peers.all:
-                peer.hear()
+            fixed(peers.all, [(start, start + 16) for start in range(0, 64, 16)], epochs)
             for peer, file in list(zip(peers.all, files, strict=True))[3 * (epochs == 5) :]:
-                peer.ask(do="save", to=file)
+                peer.ask(Training.save, file)
     with training(pool, 4, optimizer="adamw", target=64) as peers:
-        loaded = [peer.ask(do="load", of=file)["epoch"] for peer, file in zip(peers.all, files, strict=True)]
+        loaded = [peer.ask(Training.load, file) for peer, file in zip(peers.all, files, strict=True)]
         assert loaded == [3, 3, 3, 5]
-        for peer in peers.all:
-            peer.ask(do="train", batch=8, pause=0.03)
+        ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(sum(e.get("peers") == 4 for e in events(peer)) >= 3 for peer in peers.all))
-        last = max(event["epoch"] for peer in peers.all for event in events(peer)) + 3
-        for peer in peers.all:
-            peer.tell(do="stop", epoch=last)
-        states = [peer.hear() for peer in peers.all]
-        reports = [peer.ask(do="report") for peer in peers.all]
+        states = stopped(peers.all)
+        reports = ask_all(peers.all, Training.report)
     assert all(state == states[0] for state in states)
     by_epoch([report["events"] for report in reports])
     first = min(event["epoch"] for report in reports for event in report["events"])

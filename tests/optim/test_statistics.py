@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 import torch
@@ -23,7 +21,7 @@ from shoal.flat import Layout
 from shoal.optim.state import SharedTensors, TrainingState
 from shoal.swarm.protocol.tip import Tip
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Trained, by_epoch, events, fixed, training
 
 LOSSY: list[Compression] = [
     Float16Compression(), ScaledFloat16Compression(), Uniform8BitQuantization(), Quantile8BitQuantization(),
@@ -37,17 +35,15 @@ EPOCHS = 6
 TIP = Tip.genesis("test")
 
 
-def train(pool: Pool, compression: Compression) -> list[dict[str, Any]]:
+def train(pool: Pool, compression: Compression) -> list[Trained]:
     run = {"optimizer": "adamw", "use_local_updates": True, "delay_state_averaging": False, "width": 60}
     names = [["exp_avg", "exp_avg_sq"]] * len(SHARES)
     with training(pool, 2, state_codec=compression.spec, average_opt_statistics=names, **run) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS, parts=2)
-        answers = [peer.hear() for peer in peers.all]
+        trained = fixed(peers.all, SHARES, EPOCHS, [2] * len(peers.all))
         histories = [events(peer) for peer in peers.all]
     assert all([event["kind"] for event in history] == ["epoch"] * EPOCHS for history in histories), histories
     assert len(by_epoch(histories)) == EPOCHS
-    return [answer for answer in answers if answer]
+    return trained
 
 
 @pytest.fixture(scope="module")

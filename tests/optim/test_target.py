@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.optim.processes import Pool, events, gaps, training
+from tests.optim.processes import Pool, Training, events, gaps, training
 from tests.soaked import only_in_soak
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ def test_an_epoch_has_at_most_1_1_of_the_target(
 ) -> None:
     with training(pool, len(batches), optimizer="sgd", target=target, matchmaking_time=10.0) as peers:
         for peer, batch, pause in zip(peers.all, batches, pauses, strict=True):
-            peer.ask(do="train", batch=batch, pause=pause)
+            peer.ask(Training.train, batch=batch, pause=pause)
         wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10)
         history = epochs_of(peers.all[0])
     check_samples(history, len(batches), target)
@@ -59,7 +59,7 @@ def test_so_has_one_that_ends_in_the_background(pool: Pool, option: str) -> None
     batches, pauses, target = [8, 8, 8], [0.1, 0.12, 0.14], 8 * 24
     with training(pool, 3, optimizer="sgd", target=target, matchmaking_time=10.0, **{option: True}) as peers:
         for peer, batch, pause in zip(peers.all, batches, pauses, strict=True):
-            peer.ask(do="train", batch=batch, pause=pause)
+            peer.ask(Training.train, batch=batch, pause=pause)
         wait_until(lambda: len(epochs_of(peers.all[0])) >= UNKNOWN + 10)
         history = epochs_of(peers.all[0])
     check_samples(history, 3, target)

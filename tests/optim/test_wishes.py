@@ -13,7 +13,7 @@ import torch
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, make_model
-from tests.optim.processes import Pool, by_epoch, events, training
+from tests.optim.processes import Pool, Training, ask_all, by_epoch, events, fixed, training
 from tests.soaked import only_in_soak
 
 Alone = Callable[..., shoal.Optimizer]
@@ -24,9 +24,7 @@ EPOCHS = 5
 @pytest.mark.parametrize("option", [{}, {"offload_optimizer": True}, {"delay_grad_averaging": True}])
 def test_the_averaged_gradient_is_clipped(pool: Pool, option: dict[str, Any]) -> None:
     with training(pool, 3, optimizer="sgd", max_grad_norm=0.05, **option) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS)
         by_epoch([events(peer) for peer in peers.all])
     plain = make_model()
     local = OPTIMIZERS["sgd"](plain.parameters())
@@ -36,7 +34,6 @@ def test_the_averaged_gradient_is_clipped(pool: Pool, option: dict[str, Any]) ->
         clipped += bool(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05) > 0.05)
         local.step()
     assert clipped, "there was nothing to clip"
-    assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
     torch.testing.assert_close(torch.tensor(answers[0]["parameters"]), flat(plain), rtol=1e-4, atol=1e-5)
 
@@ -97,15 +94,12 @@ def test_no_epoch_ends_before_enough_peers_are_there(
 )
 def test_an_averager_of_ones_own(pool: Pool, kind: str, option: dict[str, Any]) -> None:
     with training(pool, 3, optimizer="sgd", own_averager=kind, **option) as peers:
-        for peer, share in zip(peers.all, SHARES, strict=True):
-            peer.tell(do="fixed", share=share, epochs=EPOCHS)
-        answers = [peer.hear() for peer in peers.all]
+        answers = fixed(peers.all, SHARES, EPOCHS)
         histories = [events(peer) for peer in peers.all]
-        roles = [peer.ask(do="role") for peer in peers.all]
+        roles = ask_all(peers.all, Training.terms)
     assert all([event["kind"] for event in history] == ["epoch"] * EPOCHS for history in histories)
     by_epoch(histories)
     assert all((role["own"], role["sizes"]) == (kind, []) for role in roles), "the run averaged gradients too"
-    assert answers[0] is not None
     assert all(answer == answers[0] for answer in answers)
     plain = make_model()
     local = OPTIMIZERS["sgd"](plain.parameters())

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.peers import PeerProcess
+from tests.peers import Failed, Worker, ask_all
+from tests.remote.process import RpcRank
 
 Trainer = Callable[..., None]
 """Runs a function of a test module, with arguments that JSON holds, in the trainer's process."""
@@ -20,18 +21,22 @@ Trainer = Callable[..., None]
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     store = tmp_path_factory.mktemp("rpc") / "store"
-    processes = [PeerProcess("tests.remote.process", {"rank": rank, "store": str(store)}) for rank in range(3)]
+    ranks = [Worker(RpcRank) for _ in range(3)]
 
     def check(function: Callable[..., None], *arguments: Any) -> None:
-        answer = processes[0].ask(timeout=150, module=function.__module__, name=function.__name__, arguments=arguments)
-        if answer["failure"]:
-            pytest.fail(answer["failure"], pytrace=False)
+        try:
+            ranks[0].ask(RpcRank.call, function.__module__, function.__name__, list(arguments), {})
+        except Failed as failure:
+            pytest.fail(str(failure), pytrace=False)
 
     try:
+        for number, rank in enumerate(ranks):
+            rank.begin(RpcRank, number, str(store))
+        for rank in ranks:
+            rank.started()
         yield check
-        processes[0].tell(stop=True)
-        for process in processes:
-            assert process.process.wait(100) == 0
+        ask_all(ranks, RpcRank.leave)
+        assert [rank.leave(100.0) for rank in ranks] == [0] * 3
     finally:
-        for process in processes:
-            process.end()
+        for rank in ranks:
+            rank.end()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.peers import ROOT
+from tests.forked import ROOT
 
 
 @pytest.mark.long

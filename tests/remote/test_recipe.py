@@ -12,7 +12,7 @@ import torch
 from torch.distributed import rpc
 
 from shoal import DistributedOptimizer
-from tests.peers import ROOT
+from tests.forked import ROOT
 from tests.remote.process import NAMES
 from tests.remote.tables import assert_close, local_params, local_step, make_tables, params, step, values
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AlbertForMaskedLM
 
-from tests.peers import ROOT
+from tests.forked import ROOT
 
 SMALL = ["--vocabulary", "400", "--length", "32", "--batch-size", "8", "--target-batch-size", "64"]
 FAST = ["--warm-up", "2", "--lr", "0.03"]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.averaging.compressions import COMPRESSIONS
 from tests.averaging.processes import running
+from tests.workers.averager import Averager
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]
 
@@ -19,6 +20,6 @@ def test_a_receiver_holds_its_state_and_the_download_and_little_else(compression
     reference held 5.8 GB after loading 400 MB."""
     with running(2, ELEMENTS, state_compression=COMPRESSIONS[compression].spec) as peers:
         for _ in range(2):
-            answer = peers[1].ask(do="load")
-            assert answer["peak"] <= 1.2 * NBYTES, answer["peak"] / NBYTES
-            assert answer["left"] <= 0.2 * NBYTES, "what was downloaded is still held"
+            peak, left = peers[1].ask(Averager.load)
+            assert peak <= 1.2 * NBYTES, peak / NBYTES
+            assert left <= 0.2 * NBYTES, "what was downloaded is still held"

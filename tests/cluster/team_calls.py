@@ -1,16 +1,10 @@
-"""One rank of a team of processes: makes calls, leaves with all others, and makes more. Writes what it gets as JSON.
-
-python -m tests.cluster.team_rank RANK SIZE FOLDER
-"""
+"""What a rank of a team of processes does: it makes calls, leaves with all others, and makes more."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import distributed as dist
 
@@ -28,9 +22,15 @@ def spill(_: object) -> int:
     raise ValueError("spilt coffee")
 
 
-def main() -> None:
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+class Found(TypedDict):
+    """What the calls have returned or raised, and what was done with a value."""
+
+    found: list[Any]
+    done: list[str]
+
+
+def calls() -> Found:
+    rank = dist.get_rank()
     team = team_of(dist.group.WORLD)
     found: list[Any] = []
     done: list[str] = []
@@ -54,8 +54,4 @@ def main() -> None:
     exchange_all()
     dist.destroy_process_group()
     make(lambda: team.all(VALUES, rank))
-    (folder / f"found {rank}").write_text(json.dumps({"found": found, "done": done}))
-
-
-if __name__ == "__main__":
-    main()
+    return Found(found=found, done=done)

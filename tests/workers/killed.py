@@ -18,11 +18,23 @@ from tests import telling
 
 
 def die() -> None:
-    time.sleep(0.02)  # what was sent before is on its way: the kernel has it
+    time.sleep(0.05)  # what was sent before is on its way: the kernel has it
     telling.die()
 
 
-def die_when_stepping(is_time: Callable[[], bool], kind: type = torch.optim.AdamW) -> None:
+def before_sending(act: Callable[[Swarm, Send], None]) -> None:
+    """Arrange for that to be called before a swarm sends a message."""
+    perform = Swarm._do
+
+    def acting(self: Swarm, action: Any) -> None:
+        if isinstance(action, Send):
+            act(self, action)
+        return perform(self, action)
+
+    Swarm._do = acting  # type: ignore[method-assign]
+
+
+def die_when_stepping(is_time: Callable[[], bool], kind: type) -> None:
     """Arrange for this process to be killed when it is about to step an optimizer of this kind, once it `is_time`."""
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -36,15 +48,13 @@ def die_when_sending(in_strand: bool, is_time: Callable[[], bool]) -> None:
     """Arrange for this process to be killed, once it `is_time`: in a strand's round when it is about to send a part of
     its gradients or, if it reduces, a result; or in the run's own round when it is about to say that it is done, or how
     the round has ended."""
-    kinds, perform = (Part, Result) if in_strand else (Done, Commit), Swarm._do
+    kinds = (Part, Result) if in_strand else (Done, Commit)
 
-    def counting(self: Swarm, action: Any) -> None:
-        is_of_strand = "/strand/" in self.peer.view.run_id
-        if is_of_strand == in_strand and isinstance(action, Send) and isinstance(action.message, kinds) and is_time():
+    def look(swarm: Swarm, action: Send) -> None:
+        if ("/strand/" in swarm.peer.view.run_id) == in_strand and isinstance(action.message, kinds) and is_time():
             die()
-        return perform(self, action)
 
-    Swarm._do = counting  # type: ignore[method-assign]
+    before_sending(look)
 
 
 def die_when_committed(is_time: Callable[[], bool]) -> None:
@@ -63,3 +73,16 @@ def die_when_committed(is_time: Callable[[], bool]) -> None:
 def die_when_downloading() -> None:
     """Arrange for this process to be killed when the first bytes of a state arrive."""
     _Fetch.take = lambda *_: die()  # type: ignore[assignment, method-assign]
+
+
+def die_in(phase: str, is_time: Callable[[], bool] = lambda: True, steps: type = torch.optim.AdamW) -> None:
+    """Arrange for this process to be killed in a phase of these, or in none."""
+    match phase:
+        case "in a strand's round" | "in the run's round":
+            die_when_sending(phase == "in a strand's round", is_time)
+        case "committed":
+            die_when_committed(is_time)
+        case "stepping":
+            die_when_stepping(is_time, steps)
+        case "downloading":
+            die_when_downloading()

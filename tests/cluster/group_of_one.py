@@ -1,14 +1,8 @@
-"""A process that is a group of one rank: says what it has seen of arguments, as JSON.
-
-python -m tests.cluster.alone FOLDER
-"""
+"""What a rank does that is a group of its own."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +22,9 @@ def refusal(make: Any) -> str:
     return ""
 
 
-def main() -> None:
-    folder, found = Path(sys.argv[1]), {}
-    os.environ["WORLD_SIZE"] = "2"  # as torchrun says it
-    found["before"] = refusal(lambda: shoal.Cluster(strands=1))
-    del os.environ["WORLD_SIZE"]
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
+def seen_of_arguments() -> dict[str, str]:
+    """What is refused, and what a step did."""
+    found: dict[str, str] = {}
     found["strands"] = refusal(lambda: shoal.Cluster(strands=0))
     found["group"] = refusal(lambda: shoal.Cluster("nccl"))  # type: ignore[arg-type]
     with shoal.DHT(start=True) as dht:
@@ -58,8 +49,7 @@ def main() -> None:
         found["epoch"] = str(optimizer.local_epoch)
         found["moved"] = str(not torch.equal(model.weight, before))
         optimizer.shutdown()
-    (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-main()
+    os.environ["WORLD_SIZE"] = "2"  # as torchrun says it
+    found["before"] = refusal(lambda: shoal.Cluster(strands=1))
+    return found

@@ -1,13 +1,7 @@
-"""One of two ranks whose model is wrapped, with an optimizer of a run: says what `step` raises, as JSON.
-
-python -m tests.optim.ranks_worker RANK FOLDER
-"""
+"""What a rank does whose model is wrapped, with an optimizer of a run."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,9 +36,8 @@ def refusal(dht: shoal.DHT, run_id: str, params: Any, module: nn.Module | None =
     return ""
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+def refusals() -> dict[str, str]:
+    """Of each case, what `step` raises."""
     groups = [distributed.new_group([number]) for number in range(2)]
     found: dict[str, str] = {}
     with shoal.DHT(start=True) as dht:
@@ -56,7 +49,7 @@ def main() -> None:
         found["beside ddp"] = refusal(dht, "beside", nn.Linear(4, 1).parameters())
         del wrapped
         found["after ddp"] = refusal(dht, "after", model.parameters())
-        alone = DistributedDataParallel(nn.Linear(4, 1), process_group=groups[rank])
+        alone = DistributedDataParallel(nn.Linear(4, 1), process_group=groups[distributed.get_rank()])
         found["ddp of one rank"] = refusal(dht, "one", alone.parameters())
         for original in (False, True):
             sharded = FullyShardedDataParallel(nn.Linear(4, 1), use_orig_params=original, device_id=torch.device("cpu"))
@@ -64,9 +57,4 @@ def main() -> None:
         second = nn.Linear(4, 1)
         fully_shard(second, mesh=distributed.device_mesh.init_device_mesh("cpu", (2,)))
         found["fsdp2"] = refusal(dht, "fsdp2", second.parameters())
-    (folder / f"rank {rank}.json").write_text(json.dumps(found))
-    distributed.barrier()
-    distributed.destroy_process_group()
-
-
-main()
+    return found
