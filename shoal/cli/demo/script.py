@@ -185,8 +185,10 @@ class Demo:
                 f"all-reduce {longest['allreduce_seconds']:.2f}), "
                 f"{sum(report['bytes_sent'] for report in reports) / 1e6:.1f} MB moved"
             )
-        for child, (_, loss, speed) in {child: told for _, child, told in self.told["trained"]}.items():
-            if child.state is PeerState.TRAINING:
+        latest = {child: told for _, child, told in self.told["trained"]}
+        for child in self.children:
+            if child.state is PeerState.TRAINING and child in latest:
+                _, loss, speed = latest[child]
                 self._note(f"  {child.name}: loss {loss:.3f}, {speed:.0f} samples/s")
 
     def _fail(self, child: Child, how: str) -> None:
