@@ -40,10 +40,9 @@ from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
-from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
-from shoal.transfer.donor import EncodedState, Offer, Snapshot, StateDonor, encoded
+from shoal.transfer.donor import Copies, EncodedState, Offer, Snapshot, StateDonor, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState, NothingShared, download_state
 
 log = logging.getLogger(__name__)
@@ -295,11 +294,13 @@ class DecentralizedAverager:
         self._check_role()
         swarm = self._runs.swarm(self.prefix)
         # The state may change at any time, so it has no name, and no snapshot is offered twice.
-        snapshot, offered = partial(self._take_snapshot, swarm), lambda: Offer(self.state_sharing_priority)
-        node, name, allow = self.dht.node, f"state/{self.prefix}", lambda: self.allow_state_sharing
-        beside.callback(StateDonor(node, name, snapshot, lambda: None, allow, swarm.gate, offered).close)
+        node, name, snapshot = self.dht.node, f"state/{self.prefix}", partial(self._take_snapshot, swarm)
+        beside.callback(StateDonor(node, name, snapshot, lambda: None, swarm.gate, self._offered).close)
         beside.callback(self._runs.forget)
         return swarm
+
+    def _offered(self) -> Offer | None:
+        return Offer(self.state_sharing_priority) if self.allow_state_sharing else None
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be equal on all peers, as text that peers compare."""
@@ -607,39 +608,11 @@ class DecentralizedAverager:
     async def _snapshot(self, swarm: Swarm) -> EncodedState:
         def take() -> Snapshot:
             data, tensors, *infos = self.get_current_state()
-            return snapshot_of(swarm.tip, data, tensors, self._state_compression, *infos)
+            memory = (tensors if isinstance(tensors, Copies) else Copies.of(tensors)).memory
+            return Snapshot.of(swarm.tip, memory, data, plan_of(self._state_compression, memory.layout, *infos))
 
         # In one expression, so that the tensors are released before the snapshot is encoded.
         return await asyncio.to_thread(lambda: encoded(take()))
-
-
-class Copies(tuple[torch.Tensor, ...]):
-    """Copies of tensors in flat memory, of which a snapshot needs no other copy.
-
-    Attributes:
-        memory: the flat memory, on the host.
-    """
-
-    memory: FlatBuffer
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Copies:
-        """Copy these tensors."""
-        memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
-        memory.copy_from(tensors)
-        copies = cls(memory.views())
-        copies.memory = memory
-        return copies
-
-
-def snapshot_of(
-    tip: Tip, data: Any, tensors: Sequence[torch.Tensor], compression: Compression, infos: Infos | None = None
-) -> Snapshot:
-    """A snapshot of plain data and tensors, to be sent with that compression. `infos` are the names and roles of the
-    tensors, or None."""
-    memory = (tensors if isinstance(tensors, Copies) else Copies.of(tensors)).memory
-    layout = msgspec.msgpack.encode(memory.layout.to_wire())
-    return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(data), plan_of(compression, memory.layout, infos))
 
 
 def _done(result: T) -> Future[T]:

@@ -71,7 +71,7 @@ class _Bucket:
             settle()
 
 
-class Exchange:
+class ParameterExchange:
     """Moves values of parameters along their routes. All values have arrived when the context ends.
 
     All ranks add the same parameters in the same order, so they form the same buckets without messages. If no rank
@@ -86,7 +86,7 @@ class Exchange:
         self._group, self._size = group, size
         self._buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> ParameterExchange:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.cluster.cluster import Cluster
-from shoal.cluster.exchange import Exchange, Stretch
+from shoal.cluster.exchange import ParameterExchange, Stretch
 from shoal.cluster.shards import Shards
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
 from shoal.cluster.whole import local
@@ -114,7 +114,7 @@ class Strands(Shards):
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Set the pieces to the values of the model."""
-        with Exchange(self.group, self._size) as exchange:
+        with ParameterExchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._held[number], self._owned[number])
                 has, wants = self._stretch(number, parameter), self._stretches(number, self.pieces)
@@ -123,7 +123,7 @@ class Strands(Shards):
     @torch.no_grad()
     def gather_for_step(self) -> None:
         """See `Shards`. All ranks have gradients for the same parameters."""
-        with Exchange(self.group, self._size) as exchange:
+        with ParameterExchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 pieces = [self.pieces[place] for place in self._pieces_of[number]]
                 if parameter.grad is None:
@@ -149,7 +149,7 @@ class Strands(Shards):
 
     def _spread(self) -> None:
         """See `Shards`."""
-        with Exchange(self.group, self._size) as exchange:
+        with ParameterExchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 route = self._route(self._owned[number], self._held[number])
                 model = self._stretch(number, parameter)
@@ -174,7 +174,7 @@ class Strands(Shards):
             At rank 0, by the number of the parameter, a CPU tensor of its shape; {} at other ranks.
         """
         wholes = {}
-        with Exchange(self.group, self._size) as exchange:
+        with ParameterExchange(self.group, self._size) as exchange:
             for number, parameter in enumerate(self.model):
                 if self._pieces_of[number][0] not in values:
                     continue
@@ -198,7 +198,7 @@ class Strands(Shards):
             By the index of the piece, a tensor of the same shape and on the same device.
         """
         found: dict[int, Tensor] = {}
-        with Exchange(self.group, self._size) as exchange:
+        with ParameterExchange(self.group, self._size) as exchange:
             for number, whole in sorted(wholes.items()):
                 for place in self._pieces_of[number]:
                     found[place] = torch.empty_like(self.pieces[place], dtype=whole.dtype, requires_grad=False)

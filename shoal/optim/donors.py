@@ -146,18 +146,19 @@ class Donors:
         Args:
             mine: the numbers of the parts that this rank has.
             copy: takes a copy of a part, given its number; see `StateDonor`.
-            tip, allow, asked: see `StateDonor`.
+            tip, asked: see `StateDonor`.
+            allow: whether to serve newcomers.
             offer: returns what is said of the state: its priority, and the lineages that lead to it.
         """
 
         async def serve() -> None:
             compute_serially()
-            node, gate = self._dht.node, self._gate
+            node, gate, offered = self._dht.node, self._gate, offer if allow else lambda: None
             if gate is not None:
                 self._leave_gate = gate.enter(lambda key: None, lambda: None)
             for part in mine:
                 take = partial(copy, part)
-                self._donors.append(StateDonor(node, self._name(part), take, tip, lambda: allow, gate, offer, asked))
+                self._donors.append(StateDonor(node, self._name(part), take, tip, gate, offered, asked))
 
         self._dht.submit(serve()).result()
 

@@ -56,7 +56,7 @@ from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Snapshot, Unsendable, encoded
+from shoal.transfer.donor import Copies, EncodedState, Snapshot, Unsendable, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
@@ -341,8 +341,7 @@ class TrainingState:
         dense = [tensor.detach() for tensor in [*tensors[:count], *others, *part.extras]]
         if values is not None:
             dense[: len(values)] = [value.detach() for value in values]
-        memory = FlatBuffer(Layout.of(dense).on("cpu"), recycled=True)
-        memory.copy_from(dense)
+        memory = Copies.of(dense).memory
         scalars = Scalars(
             groups=[],
             statistics=[(index, name) for index, name, _ in contents.statistics],
@@ -359,8 +358,7 @@ class TrainingState:
         kinds, roles = zip(*described, strict=True)
         exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
-        layout = msgspec.msgpack.encode(memory.layout.to_wire())
-        return Snapshot(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
+        return Snapshot.of(tip, memory, scalars, codecs)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state of one part. Raises as `prepare`, and then nothing has changed."""

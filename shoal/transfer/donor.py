@@ -14,6 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal.compression import CodecPlan
+from shoal.flat import FlatBuffer, Layout
 from shoal.flat.allocation import forget_spares, memory_for
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
@@ -98,6 +99,31 @@ class Snapshot:
     scalars: bytes
     codecs: CodecPlan
 
+    @classmethod
+    def of(cls, tip: Tip, memory: FlatBuffer, scalars: Any, codecs: CodecPlan) -> Snapshot:
+        """The state with these tensors and plain data."""
+        layout = msgspec.msgpack.encode(memory.layout.to_wire())
+        return cls(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
+
+
+class Copies(tuple[Tensor, ...]):
+    """Copies of tensors in flat memory, of which a snapshot needs no other copy.
+
+    Attributes:
+        memory: the flat memory, on the host.
+    """
+
+    memory: FlatBuffer
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Copies:
+        """Copy these tensors."""
+        memory = FlatBuffer(Layout.of(tensors).on("cpu"), recycled=True)
+        memory.copy_from(tensors)
+        copies = cls(memory.views())
+        copies.memory = memory
+        return copies
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedState:
@@ -139,9 +165,9 @@ class StateDonor:
             It may raise `Refused` with the reason why there is none now, or `Unsendable`, which a warning tells once.
         current_tip: returns the name of the state that `take_snapshot` would copy. If it returns None, the state has no
             name, and no snapshot is offered twice.
-        allow: returns whether to serve newcomers; by default they are served.
         gate: the gate of a closed run. Only members that may train get its state.
-        offered: returns what to say of the state: its priority, and its lineages. By default it has neither.
+        offered: returns what to say of the state: its priority, and its lineages. By default it has neither. None: this
+            peer does not share its state now.
         asked: called each time that a newcomer asks for the state or a chunk of it.
 
     Attributes:
@@ -154,12 +180,11 @@ class StateDonor:
         service_name: str,
         take_snapshot: Callable[[], Awaitable[EncodedState]],
         current_tip: Callable[[], Tip | None],
-        allow: Callable[[], bool] = lambda: True,
         gate: Gate | None = None,
-        offered: Callable[[], Offer] = Offer,
+        offered: Callable[[], Offer | None] = Offer,
         asked: Callable[[], None] = lambda: None,
     ) -> None:
-        self._allow, self._gate, self._offered, self._asked = allow, gate, offered, asked
+        self._gate, self._offered, self._asked = gate, offered, asked
         self.asked_at = float("-inf")
         self._node, self._service = node, transfer_service(service_name, gate)
         self._take_snapshot, self._current_tip = take_snapshot, current_tip
@@ -184,10 +209,10 @@ class StateDonor:
         self._asked()
         match message:
             case GetManifest():
-                return self._offer(peer, message.tip) if self._allow() else Reply(Withheld())
-            case GetChunk() if self._allow():
+                return self._offer(peer, message.tip) if self._offered() else Reply(Withheld())
+            case GetChunk() if self._offered():
                 return self._chunk(message)
-        raise Refused("not a request" if self._allow() else "this peer does not share its state")
+        raise Refused("not a request" if self._offered() else "this peer does not share its state")
 
     async def _offer(self, peer: PeerID, wanted: Tip | None) -> Reply:
         for other in self._held.values():  # a peer that asks for an offer again does not read the last one any more
@@ -204,7 +229,8 @@ class StateDonor:
                 raise Refused("this peer does not share its state any more")
             held = preparing.result()
         held.readers.add(peer)
-        return Reply(self._offered(), [held.state.manifest.encode()])
+        offer = self._offered()
+        return Reply(Withheld()) if offer is None else Reply(offer, [held.state.manifest.encode()])
 
     def _make_room(self) -> bool:
         """If the donor has two snapshots, drop one that is not in use. Returns whether there is room for another

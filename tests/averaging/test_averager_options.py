@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.averaging import averager
-from shoal.averaging.averager import DecentralizedAverager, snapshot_of
+from shoal.averaging.averager import DecentralizedAverager
 from shoal.averaging.exchange import Exchange
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, RoleAdaptiveCompression, TensorRole
 from shoal.swarm.protocol.messages import Begin, Part, Result
@@ -183,7 +182,7 @@ def test_the_state_is_a_snapshot_of_what_the_user_says() -> None:
 
 def test_a_state_that_is_nested_too_deeply_is_an_error_of_averaging(monkeypatch: pytest.MonkeyPatch) -> None:
     nested = msgspec.Raw(b"\x91" * 5000 + b"\xc0")
-    monkeypatch.setattr(averager, "snapshot_of", lambda tip, data, *rest: snapshot_of(tip, nested, *rest))
+    monkeypatch.setattr(DecentralizedAverager, "get_current_state", lambda self: (nested, [torch.zeros(3)]))
     with (
         averagers([[torch.zeros(3)], [torch.zeros(3)]]) as (_, newcomer),
         pytest.raises(shoal.AveragingError, match=r"can't be read: .*recursion"),

@@ -8,12 +8,17 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.averager import snapshot_of
+from shoal.averaging.exchange import plan_of
 from shoal.compression import NoCompression
-from shoal.transfer.donor import Snapshot
+from shoal.transfer.donor import Copies, Snapshot
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
 from tests.swarm.rounds import TIP
+
+
+def snapshot_of(data: object, tensors: Sequence[torch.Tensor]) -> Snapshot:
+    memory = Copies.of(tensors).memory
+    return Snapshot.of(TIP, memory, data, plan_of(NoCompression(), memory.layout))
 
 
 def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:
@@ -26,7 +31,7 @@ def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: byte
 
 def test_data_and_tensors_come_back() -> None:
     tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(5).double()]
-    snapshot = snapshot_of(TIP, {"epoch": 3}, tensors, NoCompression())
+    snapshot = snapshot_of({"epoch": 3}, tensors)
     state = downloaded(snapshot, snapshot.buffers, snapshot.layout)
     assert msgspec.msgpack.decode(state.scalars) == {"epoch": 3}
     loaded = state.tensors()
@@ -35,7 +40,7 @@ def test_data_and_tensors_come_back() -> None:
 
 @pytest.mark.parametrize("kind", ["fewer elements", "another dtype", "a buffer too few"])
 def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> None:
-    snapshot = snapshot_of(TIP, {}, [torch.randn(40), torch.randn(5).double()], NoCompression())
+    snapshot = snapshot_of({}, [torch.randn(40), torch.randn(5).double()])
     first, second = snapshot.buffers
     buffers = {
         "fewer elements": [first[:8], second],
@@ -47,7 +52,7 @@ def test_a_layout_that_does_not_describe_the_buffers_is_refused(kind: str) -> No
 
 
 def test_a_layout_that_is_none_is_refused() -> None:
-    snapshot = snapshot_of(TIP, {}, [torch.randn(40)], NoCompression())
+    snapshot = snapshot_of({}, [torch.randn(40)])
     for layout in (b"\xc1", msgspec.msgpack.encode([1, [["float32", [-4]]]])):
         damaged = downloaded(snapshot, snapshot.buffers, layout)
         with pytest.raises(ValueError):  # noqa: PT011

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import shoal
+from shoal.cli.demo.live import LiveScreen
 from shoal.cli.demo.report import write_report
 from shoal.cli.demo.script import Demo, PeerState
 from shoal.cli.demo.settings import DemoSettings
@@ -60,6 +62,17 @@ def test_a_peer_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp
 
 def test_different_digests_fail_the_run(tmp_path: Path) -> None:
     assert run(tmp_path, fake_peer.differ)[1] == ["in epoch 3 4 peers had 2 different states"]
+
+
+def test_a_terminal_shows_the_health_records_and_anything_else_does_not() -> None:
+    for terminal in (True, False):
+        output = io.StringIO()
+        console = Console(file=output, width=120, force_terminal=terminal)
+        with shoal.DHT(start=True) as dht, LiveScreen(console) as live:
+            live.draw()
+            live.open("run", list(map(str, dht.get_visible_maddrs())))
+            live.draw()
+        assert ("run  " in output.getvalue()) == terminal
 
 
 PARENT = """

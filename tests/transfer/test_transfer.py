@@ -309,7 +309,7 @@ def test_without_a_usable_donor_the_error_names_each_with_its_reason():
         world = World(6)
         newcomer, donors = await swarm(world, 5)
         unwilling, ignorant, corrupt, gone, garbled = donors
-        StateDonor(unwilling, NAME, snapshot, lambda: snapshot().tip, allow=lambda: False)  # type: ignore[arg-type]
+        StateDonor(unwilling, NAME, snapshot, lambda: snapshot().tip, offered=lambda: None)  # type: ignore[arg-type]
         manifest = encoded(snapshot()).manifest
         donate_by(corrupt, manifest, lambda number: Reply(Chunk(), [b"short"]))
         garbled.serve(transfer_service(NAME), lambda peer, message, buffers: Reply(Offer(), [b"not a manifest"]))

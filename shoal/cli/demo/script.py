@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from shoal.cli.demo.live import LiveScreen
 from shoal.cli.demo.settings import DemoSettings
 
 STALL_SECONDS, ORDERLY_SECONDS, LINES_EVERY = 60.0, 20.0, 10
@@ -86,6 +87,7 @@ class Demo:
         self.children: list[Child] = []
         self.told: dict[str, list[tuple[float, Child, Any]]] = defaultdict(list)
         self.failures: list[str] = []
+        self._screen = LiveScreen(console)
         self._shown = 0  # the last epoch that was shown
 
     def __enter__(self) -> Demo:
@@ -94,6 +96,7 @@ class Demo:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is KeyboardInterrupt:
             self._note("interrupted: stopping every peer")
+        self._screen.close()
         for child in self.children:
             child.process.kill()
         for child in self.children:
@@ -120,6 +123,8 @@ class Demo:
                 self._act(what, child, details)
             for child in busy if time.monotonic() - heard_at > STALL_SECONDS else ():
                 self._fail(child, f"is stopped: for {STALL_SECONDS:.0f} s nothing was committed")
+            self._screen.draw()
+        self._screen.close()
         there = [child for child in self.children if child.is_there]
         for child in there:
             child.say()
@@ -149,6 +154,7 @@ class Demo:
                     child.say()
                 elif len(first) == settings.peers and all(one.state is not PeerState.STARTING for one in first):
                     self._note("training begins")
+                    self._screen.open(self.run_id, self.told["listens"][0][2][1:])
                     for one in first:
                         one.say()
             case "finished":
@@ -185,8 +191,10 @@ class Demo:
                 f"all-reduce {longest['allreduce_seconds']:.2f}), "
                 f"{sum(report['bytes_sent'] for report in reports) / 1e6:.1f} MB moved"
             )
-        for child, (_, loss, speed) in {child: told for _, child, told in self.told["trained"]}.items():
-            if child.state is PeerState.TRAINING:
+        latest = {child: told for _, child, told in self.told["trained"]}
+        for child in self.children:
+            if child.state is PeerState.TRAINING and child in latest:
+                _, loss, speed = latest[child]
                 self._note(f"  {child.name}: loss {loss:.3f}, {speed:.0f} samples/s")
 
     def _fail(self, child: Child, how: str) -> None:
