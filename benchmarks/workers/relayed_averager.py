@@ -11,7 +11,7 @@ import torch
 import shoal
 from benchmarks.workers.link import serve
 from benchmarks.workers.shoal_averager import ShoalPeer
-from shoal.reach.finding import Finding, Reached
+from shoal.reach.finding import Reached, WayIn
 
 RELAY, PUBLIC = 0, 1  # ranks
 
@@ -38,7 +38,7 @@ class RelayedPeer(ShoalPeer):
         elif self._rank != RELAY:
             circuits = await node.circuits.reserve()
             assert circuits
-            await node.found(Finding(Reached.RELAYED, tuple(circuits)), client_mode=True)
+            await node.found(WayIn(Reached.RELAYED, tuple(circuits)), client_mode=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.view import Role
 from shoal.swarm.swarm import Place, Swarm
-from shoal.transfer.donor import Copies, EncodedState, Offer, Snapshot, StateDonor, encoded
+from shoal.transfer.donor import Copies, EncodedState, FrozenState, Offer, StateDonor, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState, NothingShared, download_state
 
 log = logging.getLogger(__name__)
@@ -606,10 +606,10 @@ class DecentralizedAverager:
         return await download_state(self.dht.node, name, donors, timeout=timeout, rng=rng, relayed=relayed)
 
     async def _snapshot(self, swarm: Swarm) -> EncodedState:
-        def take() -> Snapshot:
+        def take() -> FrozenState:
             data, tensors, *infos = self.get_current_state()
             memory = (tensors if isinstance(tensors, Copies) else Copies.of(tensors)).memory
-            return Snapshot.of(swarm.tip, memory, data, plan_of(self._state_compression, memory.layout, *infos))
+            return FrozenState.of(swarm.tip, memory, data, plan_of(self._state_compression, memory.layout, *infos))
 
         # In one expression, so that the tensors are released before the snapshot is encoded.
         return await asyncio.to_thread(lambda: encoded(take()))

@@ -12,7 +12,7 @@ from rich.console import Console
 import shoal
 from shoal.cli.watched import Watched
 from shoal.membership import ClosedRun
-from shoal.monitor.top import Losses, as_json, screen, show
+from shoal.monitor.top import LossBars, as_json, screen, show
 from shoal.monitor.watcher import Watcher
 from shoal.p2p.errors import PeerUnreachable
 
@@ -56,5 +56,5 @@ def run_top(run: Watched, console: Console, *, once: bool, json: bool) -> int:
         if json:
             typer.echo(as_json(snapshot))
         else:
-            console.print(screen(snapshot, Losses()))
+            console.print(screen(snapshot, LossBars()))
         return 0 if snapshot.is_well else 1

@@ -27,7 +27,7 @@ LATE_SECONDS = 1.0
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Call:
+class RankCall:
     """One call at this rank. As it is, a call that a callback of the user makes within another one: it does what
     concerns this rank, and exchanges nothing. The others are calls of all ranks.
 
@@ -73,7 +73,7 @@ class Call:
         """End the call by an error of this rank."""
 
 
-class Led(Call):
+class Led(RankCall):
     """A call at rank 0.
 
     Args:
@@ -170,19 +170,19 @@ class Led(Call):
         self._wait = None
 
     def flush(self) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
         unsaid, self._unsaid = self._unsaid, b""
         if unsaid:
             self._ties.send(unsaid)
 
     def end(self) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
         if not self.has_failed:
             self._unsaid += framed(Answered(self._number, self.name))
             self.flush()
 
     def fail(self, error: BaseException) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
         if self.has_failed:
             return
         self.has_failed = True
@@ -190,7 +190,7 @@ class Led(Call):
         _tell(self._ties, self._unsaid, error)
 
 
-class Followed(Call):
+class Followed(RankCall):
     """A call at another rank.
 
     Args:
@@ -240,17 +240,17 @@ class Followed(Call):
         return _watched(self._ties, self._number, self._waits)
 
     def flush(self) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
 
     def end(self) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
         if not self.has_failed:
             self._heard()
         if self._own is not None:
             raise self._own
 
     def fail(self, error: BaseException) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
         if not self.has_failed:
             _tell(self._ties, framed(HandedIn(self._number, self.name, "", error=text_of(error))), error)
 
@@ -282,7 +282,7 @@ def _watched(ties: Ties, number: int, wait: int) -> Iterator[Future[None]]:
         future.cancel()
 
 
-class AfterAll(Call):
+class AfterAll(RankCall):
     """A call of ranks that have left. If all have left in order, they exchange by collectives.
 
     Args:
@@ -331,7 +331,7 @@ class AfterAll(Call):
         raise ClusterError(HAS_LEFT)
 
     def flush(self) -> None:
-        """See `Call`."""
+        """See `RankCall`."""
         if not (self._ties.left_in_order and dist.is_initialized()):
             self._ties.check()
 

@@ -11,14 +11,14 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class Hello(msgspec.Struct, tag=0, array_like=True, frozen=True):
+class RankHello(msgspec.Struct, tag=0, array_like=True, frozen=True):
     """The first message of a rank to rank 0. `token` is a secret that rank 0 has given only to its ranks."""
 
     rank: Rank
     token: Annotated[bytes, msgspec.Meta(max_length=32)]
 
 
-class Lost(msgspec.Struct, tag=3, array_like=True, frozen=True):
+class LostRank(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """Rank 0 has lost the rank `rank`."""
 
     rank: Rank
@@ -87,4 +87,4 @@ class WaitOver(msgspec.Struct, tag=11, array_like=True, frozen=True):
     wait: Number
 
 
-Message = Hello | Lost | Bye | HandedIn | Answered | Awaited | WaitOver
+Message = RankHello | LostRank | Bye | HandedIn | Answered | Awaited | WaitOver

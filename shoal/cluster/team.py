@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 
 from torch import distributed as dist
 
-from shoal.cluster.calls import AfterAll, Call, Followed, Led
+from shoal.cluster.calls import AfterAll, Followed, Led, RankCall
 from shoal.cluster.question import NOTHING, Nothing, Question
 from shoal.cluster.ties import Ties, meet
 
@@ -119,7 +119,7 @@ class Team(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Send the answers of rank 0 now. Call this before work that takes time and that all ranks do at once."""
+        """Send the answers of rank 0 now. RankCall this before work that takes time and that all ranks do at once."""
 
     @abstractmethod
     def collectives(self) -> AbstractContextManager[None]:
@@ -127,7 +127,7 @@ class Team(ABC):
 
     @abstractmethod
     def when_lost(self, stop: Callable[[], object]) -> None:
-        """Call a function in a thread of its own when a rank is lost; now, if one is lost already."""
+        """RankCall a function in a thread of its own when a rank is lost; now, if one is lost already."""
 
     @abstractmethod
     def leave(self, error: BaseException | None = None) -> None:
@@ -216,7 +216,7 @@ class Gang(Team):
     def __init__(self, ties: Ties, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self.names = ties.rank, ties.size, ties.names
         self._ties, self._group = ties, group
-        self._call: Call | None = None  # the present one
+        self._call: RankCall | None = None  # the present one
         self._number = 0  # of the last call
         self._failed = 0  # number of the last call that has failed at this rank
 
@@ -239,9 +239,9 @@ class Gang(Team):
             if call.has_failed:
                 self._failed = self._number
 
-    def _begun(self, name: str) -> Call:
+    def _begun(self, name: str) -> RankCall:
         if self._call is not None:
-            return Call(name, self._call.name)
+            return RankCall(name, self._call.name)
         if self._ties.has_left:
             return AfterAll(name, self._ties, self._group)
         self._ties.check()
@@ -251,7 +251,7 @@ class Gang(Team):
         return Followed(name, self._number, self._ties)
 
     @property
-    def _now(self) -> Call:
+    def _now(self) -> RankCall:
         if self._call is None:
             raise RuntimeError("the ranks of a cluster exchange something, but within no call")
         return self._call

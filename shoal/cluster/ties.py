@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 from torch import distributed as dist
 
-from shoal.cluster.messages import Bye, Hello, Lost, Message
+from shoal.cluster.messages import Bye, LostRank, Message, RankHello
 from shoal.interrupts import has_rung, raised_by, unbroken
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Ties:
         self._bells: list[threading.Lock] = []  # of callers that wait for a change, see `until`
         self._watched: list[tuple[Callable[[], object], Future[None]]] = []
         self._left: set[int] = set()
-        self._lost: Lost | None = None
+        self._lost: LostRank | None = None
         self._on_lost: Callable[[], object] = lambda: None
         self._sending = threading.Lock()  # the listening thread sends, too: it tells others of a loss
         self._wake, self._woken = socket.socketpair()
@@ -303,18 +303,18 @@ class Ties:
             if rank not in self._left:
                 self._lose(rank, str(error))
             return False
-        lost: Lost | None = None
+        lost: LostRank | None = None
         with self._lock:  # messages that were sent together wake a caller once
             for message in messages:
                 match message:
-                    case Lost():
+                    case LostRank():
                         lost = lost or message
                     case Bye() if message.error or message.in_call:
                         raised = f"it has raised {message.error}" if message.error else ""
-                        lost = lost or Lost(rank, raised or "it has ended in the middle of a call")
+                        lost = lost or LostRank(rank, raised or "it has ended in the middle of a call")
                     case Bye():
                         self._left.add(rank)
-                    case Hello():
+                    case RankHello():
                         pass
                     case _:
                         self.inbox[rank].append(message)
@@ -328,7 +328,7 @@ class Ties:
         with self._lock:
             if self.is_over:
                 return
-            self._lost = lost = Lost(rank, reason[:4096])
+            self._lost = lost = LostRank(rank, reason[:4096])
         self.wake()
         log.error("%s of this cluster is lost: %s; all of its ranks end", self.names[rank], reason)
         for other, tie in self._sockets.items():
@@ -361,7 +361,7 @@ def meet(group: dist.ProcessGroup) -> tuple[int, list[str], dict[int, socket.soc
         dist.broadcast_object_list(told, source, group=group)
         addresses, port, token = told[0]
         tie = _dial(names, rank, addresses, port)
-        tie.sendall(framed(Hello(rank, token)))
+        tie.sendall(framed(RankHello(rank, token)))
         return rank, names, {0: _held(tie)}
     others = [host.split()[0] for host in hosts if host != hosts[0]]
     with socket.create_server(("0.0.0.0" if others else "127.0.0.1", 0)) as server:
@@ -433,8 +433,8 @@ def _accept(names: Sequence[str], server: socket.socket, token: bytes) -> dict[i
             hello = receive(tie, MAX_HELLO_BYTES)
         except (OSError, msgspec.MsgspecError):
             hello = None
-        is_one = isinstance(hello, Hello) and 0 < hello.rank < len(names)
-        if is_one and isinstance(hello, Hello) and hmac.compare_digest(hello.token, token):
+        is_one = isinstance(hello, RankHello) and 0 < hello.rank < len(names)
+        if is_one and isinstance(hello, RankHello) and hmac.compare_digest(hello.token, token):
             ties[hello.rank] = _held(tie)
         else:
             tie.close()  # not a rank of this cluster

@@ -20,7 +20,7 @@ from shoal.p2p.node import Node
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach.asking import Asker, Asking, no_relays
 from shoal.reach.circuits import Circuits
-from shoal.reach.finding import Finding, Reached
+from shoal.reach.finding import Reached, WayIn
 from shoal.reach.natpmp import NatPmp
 from shoal.reach.portmap import PortMapping
 from shoal.reach.probe import DialBack
@@ -160,17 +160,17 @@ class CreatedNode(DHTNode, Asker):
 
         self.circuits.on_change = led
         await asking.find_out()
-        if asking.finding == Finding() and self.client_mode:
+        if asking.finding == WayIn() and self.client_mode:
             await self.found(asking.finding, client_mode=False)
         if not all(address.is_loopback for address in self.own_addresses()):
             self.node.spawn(asking.keep_up())
 
-    async def found_out(self, finding: Finding) -> None:
+    async def found_out(self, finding: WayIn) -> None:
         """Apply the finding whether and how others reach this node."""
         unreached = finding.reached in (Reached.NOBODY, Reached.RELAYED)
         self.is_client = finding.reached is Reached.NOBODY and not self._insists
         if finding.reached is Reached.NOBODY and self._insists:
-            finding = Finding()  # it announces the addresses that its user named
+            finding = WayIn()  # it announces the addresses that its user named
         await self.found(finding, client_mode=unreached and not self._insists)
         if not unreached:
             self.circuits.stop_reserving()

@@ -44,7 +44,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.redial import SHORTEST, Redial
-from shoal.reach.finding import Finding
+from shoal.reach.finding import WayIn
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class DHTNode:
         """Whether this node keeps no records and serves nobody. `found` can change it."""
         return self._protocol.client_mode
 
-    async def found(self, finding: Finding, *, client_mode: bool) -> None:
+    async def found(self, finding: WayIn, *, client_mode: bool) -> None:
         """Others reach this node as `finding` says: announce that to the nodes that know it or should know it."""
         was_client = self.client_mode
         self._protocol.finding = finding

@@ -36,7 +36,7 @@ from shoal.p2p.interfaces import concrete_addresses
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Answer, Node
 from shoal.p2p.quota import Quota
-from shoal.reach.finding import Finding
+from shoal.reach.finding import WayIn
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class Protocol:
         self._handing_over = False
         self._stored_records, self._stored_bytes = Quota(STORED_RECORDS), Quota(STORED_BYTES)
         self._verified, self._owned = Quota(VERIFIED), Quota(OWNED_RECORDS)
-        self.finding = Finding()  # how others reach this node
+        self.finding = WayIn()  # how others reach this node
         self._own: list[Multiaddr] = []
         self._visible: list[Multiaddr] = []
-        self._visible_of: tuple[list[Multiaddr], Finding] = [], self.finding
+        self._visible_of: tuple[list[Multiaddr], WayIn] = [], self.finding
         self._sender = Sender(False, ())
         self._stop_listening_for_losses = node.on_lost(lambda peer, _reason: self._on_lost(peer))
         if not client_mode:

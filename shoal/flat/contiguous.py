@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.flat import optimizer_state, replacement, step_hook
 from shoal.flat.buffer import FlatBuffer, refuse_shared_memory
-from shoal.flat.flat_parameter import FlatParameter, Member
+from shoal.flat.flat_parameter import FlatParameter, RunParameter
 from shoal.flat.given import Given
 from shoal.flat.gradient_views import LARGE, GradientViews, home_of
 from shoal.flat.layout import Layout
@@ -305,9 +305,9 @@ def _flat_parameters(
     indices: Sequence[int], data: FlatBuffer, gradients: FlatBuffer, home: GradientViews
 ) -> list[FlatParameter]:
     """One flat parameter per buffer of a group."""
-    members: list[list[Member]] = [[] for _ in data.flat]
+    members: list[list[RunParameter]] = [[] for _ in data.flat]
     for index, entry in zip(indices, data.layout.entries, strict=True):
-        members[entry.buffer].append(Member(index, home.parameters[index], home.views[index], entry.span))
+        members[entry.buffer].append(RunParameter(index, home.parameters[index], home.views[index], entry.span))
     return [
         FlatParameter(values, grads, of_buffer, home)
         for values, grads, of_buffer in zip(data.flat, gradients.flat, members, strict=True)

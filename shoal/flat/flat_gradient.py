@@ -67,7 +67,7 @@ class FlatGradient(_CopiedPlain):
             return func(*args, **kwargs) if kwargs else func(*args)
 
 
-class Count(_CopiedPlain):
+class NonzeroCount(_CopiedPlain):
     """The norm of order 0 of a flat gradient: the number of elements that are not zero.
 
     Attributes:
@@ -78,8 +78,8 @@ class Count(_CopiedPlain):
     each: Tensor
 
     @staticmethod
-    def of(each: Tensor) -> Count:
-        self: Count = make_subclass(Count, each.sum(), False)
+    def of(each: Tensor) -> NonzeroCount:
+        self: NonzeroCount = make_subclass(NonzeroCount, each.sum(), False)
         self.each = each
         return self
 
@@ -88,10 +88,10 @@ class Count(_CopiedPlain):
         kwargs = kwargs or {}
         with without_subclasses():
             if func in _CONVERSIONS:
-                return Count.of(func(args[0].each, *args[1:], **kwargs))
+                return NonzeroCount.of(func(args[0].each, *args[1:], **kwargs))
             if func is torch.stack:
                 norms = args[0] if args else kwargs["tensors"]
-                parts = [norm.each if type(norm) is Count else norm.reshape(1) for norm in norms]
+                parts = [norm.each if type(norm) is NonzeroCount else norm.reshape(1) for norm in norms]
                 return torch.cat(parts, out=kwargs.get("out"))
             return func(*args, **kwargs)
 
@@ -112,7 +112,7 @@ def _norm(func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, An
     norms = torch.stack([torch.linalg.vector_norm(each, order, dtype=given.get("dtype")) for each in gradients])
     keepdim = bool(given.get("keepdim", given.get("keepdims")))
     if order == 0 and given.get("out") is None and not keepdim:
-        return Count.of(norms)
+        return NonzeroCount.of(norms)
     # The norm of order 1 of counts is their sum.
     total: Tensor = torch.linalg.vector_norm(norms, order or 1, keepdim=keepdim, out=given.get("out"))
     return total

@@ -35,7 +35,7 @@ def _codes_of(function: Any) -> set[CodeType]:
 _CLIPPING = _codes_of(nn.utils.clip_grad_norm_)
 
 
-class Presence(Enum):
+class GradientPresence(Enum):
     """Which parameters of a run have a gradient."""
 
     HOME = auto()  # all, and all gradients are in flat memory
@@ -45,7 +45,7 @@ class Presence(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RunParameter:
     """One parameter of a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RunPiece:
     """A part of a run that a kernel steps by itself: a large parameter, or adjacent small ones.
 
     Attributes:
@@ -99,17 +99,17 @@ class FlatParameter(nn.Parameter):
     """
 
     home: GradientViews
-    members: Sequence[Member]
+    members: Sequence[RunParameter]
     parts: list[FlatParameter]
     whole: Tensor
-    pieces: list[Piece]
+    pieces: list[RunPiece]
     _gradient: Tensor
     _seen: FlatGradient
     _is_compiled: bool
     _parameters: list[Tensor]
     _views: list[Tensor]
-    _large: list[Member]
-    _small: list[Member]
+    _large: list[RunParameter]
+    _small: list[RunParameter]
     _small_parameters: list[Tensor]
     _small_views: list[Tensor]
     _padding: Tensor
@@ -117,7 +117,9 @@ class FlatParameter(nn.Parameter):
     _cleaned: int
     _address: int
 
-    def __new__(cls, data: Tensor, gradient: Tensor, members: Sequence[Member], home: GradientViews) -> FlatParameter:
+    def __new__(
+        cls, data: Tensor, gradient: Tensor, members: Sequence[RunParameter], home: GradientViews
+    ) -> FlatParameter:
         """Makes the run from its part of the flat buffer and of the flat gradient."""
         trained = any(member.parameter.requires_grad for member in members)
         data, gradient = own_storage(data), own_storage(gradient)
@@ -148,13 +150,13 @@ class FlatParameter(nn.Parameter):
         """The first element of the run in the flat buffer."""
         return self.members[0].span.start
 
-    def presence(self) -> Presence:
+    def presence(self) -> GradientPresence:
         """Which parameters have a gradient now, wherever the gradient lies."""
         self.home.settle()
         if _are_home(self._parameters, self._views):
-            return Presence.HOME
+            return GradientPresence.HOME
         has = list(map(is_not, map(grad_of, self._parameters), repeat(None)))
-        return Presence.ALL if all(has) else Presence.SOME if any(has) else Presence.NONE
+        return GradientPresence.ALL if all(has) else GradientPresence.SOME if any(has) else GradientPresence.NONE
 
     def collect(self) -> None:
         """Moves gradients that lie elsewhere to flat memory, so that the flat gradient is right."""
@@ -172,7 +174,7 @@ class FlatParameter(nn.Parameter):
             self._bring_home(self._small)
         return True
 
-    def _can_be_stepped(self, member: Member) -> bool:
+    def _can_be_stepped(self, member: RunParameter) -> bool:
         grad, view = grad_of(member.parameter), member.view
         return (
             grad is not None
@@ -183,7 +185,7 @@ class FlatParameter(nn.Parameter):
             and member.parameter.data_ptr() == self._address + (member.span.start - self.start) * view.itemsize
         )
 
-    def _bring_home(self, members: Sequence[Member]) -> None:
+    def _bring_home(self, members: Sequence[RunParameter]) -> None:
         strays = [
             member.index
             for member in members
@@ -249,7 +251,7 @@ class FlatParameter(nn.Parameter):
         self.home.settle()
         presence = None if _are_home(self._parameters, self._views) else self.presence()
         if presence is not None:
-            if presence is Presence.NONE:
+            if presence is GradientPresence.NONE:
                 return None
             self.collect()
         self.check_address()  # after collect(), whose error says more about gradients with another dtype
@@ -257,7 +259,7 @@ class FlatParameter(nn.Parameter):
             # Clipping by a NaN norm makes the padding NaN, and nothing else would ever write to it again.
             self._gradient.index_fill_(0, self._padding, 0)
             self._cleaned = version_of(self._gradient)
-        if presence is not None and presence is Presence.SOME:
+        if presence is not None and presence is GradientPresence.SOME:
             pairs = zip(self._parameters, self._views, strict=True)
             missing = [view for parameter, view in pairs if parameter.grad is None]
             self.home.free(missing)
@@ -311,7 +313,7 @@ def _are_home(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> bool:
     return all(map(is_, map(grad_of, parameters), views))
 
 
-def _padding(numel: int, members: Sequence[Member]) -> Tensor:
+def _padding(numel: int, members: Sequence[RunParameter]) -> Tensor:
     """The indices of the elements of a run that belong to no parameter."""
     start = members[0].span.start
     stops = [member.span.stop - start for member in members]
@@ -324,17 +326,17 @@ def _padding(numel: int, members: Sequence[Member]) -> Tensor:
     return torch.cat(gaps) if gaps else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _pieces(data: Tensor, gradient: Tensor, members: Sequence[Member]) -> list[Piece]:
+def _pieces(data: Tensor, gradient: Tensor, members: Sequence[RunParameter]) -> list[RunPiece]:
     """The run, cut at its large parameters."""
     first = members[0].span.start
-    pieces: list[Piece] = []
+    pieces: list[RunPiece] = []
     for large, group in groupby(members, lambda member: is_large(member.view)):
         of_kind = list(group)
         if large:
-            pieces += [Piece(member.parameter, member.span.start - first) for member in of_kind]
+            pieces += [RunPiece(member.parameter, member.span.start - first) for member in of_kind]
         else:
             start, stop = of_kind[0].span.start - first, of_kind[-1].span.stop - first
             tensor = data[start:stop]
             tensor.grad = gradient[start:stop]
-            pieces.append(Piece(tensor, start))
+            pieces.append(RunPiece(tensor, start))
     return pieces

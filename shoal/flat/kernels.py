@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from shoal.flat.flat_parameter import FlatParameter, Presence
+from shoal.flat.flat_parameter import FlatParameter, GradientPresence
 from shoal.flat.together import members_of
 
 _PLAIN: Final = frozenset({bool, int, float, str, type(None)})
@@ -88,7 +88,7 @@ def _is_taken(name: str, value: Any) -> bool:
 def _has_gradient(parameter: Tensor) -> bool:
     """Whether there is a gradient. Does not read a flat gradient, which would have to be gathered."""
     if type(parameter) is FlatParameter:
-        return parameter.presence() is not Presence.NONE
+        return parameter.presence() is not GradientPresence.NONE
     return parameter.grad is not None
 
 

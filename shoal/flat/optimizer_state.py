@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from shoal.flat.elementwise import is_per_tensor
-from shoal.flat.flat_parameter import FlatParameter, Member
+from shoal.flat.flat_parameter import FlatParameter, RunParameter
 from shoal.flat.memory_views import own_storage
 from shoal.flat.together import members_of
 
@@ -169,14 +169,14 @@ def _taken_apart(holder: Tensor, values: State) -> dict[int, State]:
     }
 
 
-def _taken(name: str, value: object, flat: FlatParameter, member: Member) -> object:
+def _taken(name: str, value: object, flat: FlatParameter, member: RunParameter) -> object:
     if isinstance(value, Tensor) and value.shape == flat.shape:
         start = member.span.start - flat.start
         return _shaped(value[start : start + len(member.span)], member).clone()
     return _number(name, value)
 
 
-def _shaped(elements: Tensor, member: Member) -> Tensor:
+def _shaped(elements: Tensor, member: RunParameter) -> Tensor:
     """A parameter's elements of flat state, in the parameter's shape and strides."""
     return elements.as_strided(member.parameter.shape, member.parameter.stride())
 
@@ -185,7 +185,7 @@ def _is_per_element(name: str, value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and not is_per_tensor(name, value)
 
 
-def _kind(member: Member, state: State) -> object:
+def _kind(member: RunParameter, state: State) -> object:
     """The properties that all parameters of one run must share: the names of their state, and its numbers."""
     return sorted(
         (name, None if _is_per_element(name, value, member.parameter) else repr(_plain(_number(name, value))))

@@ -33,7 +33,7 @@ from shoal.flat.gradient_views import home_of
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class TensorHolder:
     """A module that holds one of some tensors.
 
     Attributes:
@@ -79,7 +79,7 @@ def _classes() -> list[type[nn.Module]]:
     return list(found)
 
 
-def holders_of(tensors: Sequence[Tensor]) -> list[Holder]:
+def holders_of(tensors: Sequence[Tensor]) -> list[TensorHolder]:
     """The modules that hold these tensors as parameters or buffers."""
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
     found = []
@@ -87,7 +87,7 @@ def holders_of(tensors: Sequence[Tensor]) -> list[Holder]:
         for owner in places_in(module):
             for name, tensor in list(owner.items()):
                 if tensor is not None and (index := indices.get(id(tensor))) is not None:
-                    found.append(Holder(module, owner, name, index))
+                    found.append(TensorHolder(module, owner, name, index))
     return found
 
 
@@ -99,7 +99,7 @@ class Places:
         holders: the holders of these tensors; None to look for them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], holders: Sequence[Holder] | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], holders: Sequence[TensorHolder] | None = None) -> None:
         found = holders_of(tensors) if holders is None else holders
         self._indices = [holder.index for holder in found]
         self._owners = [holder.owner for holder in found]

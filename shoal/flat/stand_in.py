@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from shoal.flat.flat_parameter import FlatParameter, Piece, Presence
+from shoal.flat.flat_parameter import FlatParameter, GradientPresence, RunPiece
 
 _STEPPED_SO: Final = {
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
@@ -34,7 +34,7 @@ _CUTS = "_shoal_cuts"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutState:
     """The state of a run, cut for its pieces.
 
     Attributes:
@@ -75,7 +75,7 @@ def stand_in(optimizer: Optimizer) -> Optimizer:
     return double
 
 
-def fill(double: Optimizer, optimizer: Optimizer, seen: Iterable[Presence]) -> None:
+def fill(double: Optimizer, optimizer: Optimizer, seen: Iterable[GradientPresence]) -> None:
     """Gives a stand-in the optimizer's groups, with plain tensors or pieces in place of the runs.
 
     Args:
@@ -91,21 +91,23 @@ def fill(double: Optimizer, optimizer: Optimizer, seen: Iterable[Presence]) -> N
         for parameter in group["params"]:
             if type(parameter) is not FlatParameter:
                 stepped.append(parameter)
-            elif (presence := next(presences)) is not Presence.NONE:
-                cut = _cut(optimizer, group, parameter) if presence is Presence.ALL and parameter.pieces else None
+            elif (presence := next(presences)) is not GradientPresence.NONE:
+                cut = (
+                    _cut(optimizer, group, parameter) if presence is GradientPresence.ALL and parameter.pieces else None
+                )
                 if cut is not None and parameter.can_be_stepped_in_pieces():
                     pieces = [piece.tensor for piece in parameter.pieces]
                     state.update(zip(pieces, cut.states, strict=True))
                     stepped += pieces
                     continue
-                if presence is Presence.ALL:
+                if presence is GradientPresence.ALL:
                     parameter.collect()
                 stepped.append(parameter.whole)
                 state.runs[id(parameter.whole)] = parameter
         double.param_groups.append({**group, "params": stepped})
 
 
-def _cut(optimizer: Optimizer, group: dict[str, Any], run: FlatParameter) -> Cut | None:
+def _cut(optimizer: Optimizer, group: dict[str, Any], run: FlatParameter) -> CutState | None:
     """The state of the pieces of a run; None if pieces can't be stepped, for example before the first step makes
     state.
     """
@@ -117,7 +119,7 @@ def _cut(optimizer: Optimizer, group: dict[str, Any], run: FlatParameter) -> Cut
             return None
     elif not state and type(optimizer) is not optim.SGD:
         return None
-    cuts: dict[FlatParameter, Cut] = vars(optimizer).setdefault(_CUTS, {})
+    cuts: dict[FlatParameter, CutState] = vars(optimizer).setdefault(_CUTS, {})
     cut = cuts.get(run)
     values = list(state.values())
     if cut is None or len(values) != len(cut.source) or not all(map(is_, values, cut.source)):
@@ -127,7 +129,7 @@ def _cut(optimizer: Optimizer, group: dict[str, Any], run: FlatParameter) -> Cut
     return cut
 
 
-def _cut_state(state: Mapping[str, Any], run: FlatParameter) -> Cut:
+def _cut_state(state: Mapping[str, Any], run: FlatParameter) -> CutState:
     states: list[dict[str, Any]] = [{} for _ in run.pieces]
     numbers = []
     for name, value in state.items():
@@ -140,10 +142,10 @@ def _cut_state(state: Mapping[str, Any], run: FlatParameter) -> Cut:
             values = [value, *(copy.view(value.shape) for copy in copies)]
         for of_piece, part in zip(states, values, strict=True):
             of_piece[name] = part
-    return Cut(list(state.values()), states, numbers)
+    return CutState(list(state.values()), states, numbers)
 
 
-def _part(value: Tensor, piece: Piece) -> Tensor:
+def _part(value: Tensor, piece: RunPiece) -> Tensor:
     """The elements of a piece in the state of its run."""
     tensor = piece.tensor
     return value[piece.start : piece.start + tensor.numel()].as_strided(tensor.shape, tensor.stride())

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.flat._torch import compiler_is_near
 from shoal.flat.elementwise import PER_ELEMENT, check_optimizer
-from shoal.flat.flat_parameter import FlatParameter, Presence
+from shoal.flat.flat_parameter import FlatParameter, GradientPresence
 from shoal.flat.kernels import pick_kernel, unpick_kernel
 from shoal.flat.modes import neutral_modes
 from shoal.flat.optimizer_state import use_parts
@@ -103,10 +103,10 @@ def _settle(optimizer: Optimizer, flats: list[FlatParameter], double: Optimizer 
     LBFGS uses zeros for missing gradients, with ordinary parameters too, so its runs are not split.
     """
     seen = [flat.presence() for flat in flats]
-    if not isinstance(optimizer, LBFGS) and (Presence.SOME in seen or any(map(_parts_of, flats))):
+    if not isinstance(optimizer, LBFGS) and (GradientPresence.SOME in seen or any(map(_parts_of, flats))):
         with neutral_modes():  # parts outlive the step
             for flat, presence in zip(flats, seen, strict=True):
-                if presence is Presence.SOME and not flat.parts:
+                if presence is GradientPresence.SOME and not flat.parts:
                     flat.split_by_presence()
             use_parts(optimizer)
         flats = flat_parameters(optimizer)

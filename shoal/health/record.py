@@ -109,7 +109,7 @@ class Totals(msgspec.Struct, array_like=True, frozen=True):
     downloads: Count = 0
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True):
+class OtherTerms(msgspec.Struct, array_like=True, frozen=True):
     """Another peer of the run that has other terms, and how they differ."""
 
     key: Prefix
@@ -221,7 +221,7 @@ class Health(msgspec.Struct, array_like=True, frozen=True, tag=1):
     fault: Fault | None
     members: Count
     unreached: Annotated[tuple[Prefix, ...], msgspec.Meta(max_length=MAX_UNREACHED)]
-    refused: Refused | None
+    refused: OtherTerms | None
     cpu_seconds: Amount
     memory: Count
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()

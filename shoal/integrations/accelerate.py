@@ -10,11 +10,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 import shoal
-from shoal.integrations.member import Member, own_scaler
+from shoal.integrations.member import Joiner, own_scaler
 from shoal.integrations.mixing import mix, refuse_mixed
-from shoal.integrations.ranks import Clusters, Ranks
+from shoal.integrations.ranks import Clusters, LaunchedRanks
 from shoal.integrations.samples import Samples, size_of
-from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_scaler
+from shoal.integrations.terms import JoinTerms, refuse_many, refuse_plateau, refuse_scaler
 
 try:
     from accelerate import Accelerator
@@ -64,9 +64,9 @@ def swarm(
             Accelerate; with `cluster`, for fp16.
         ClusterError: if another process of the cluster is lost, or has raised an error.
     """
-    terms = Terms(dht, run_id, target_batch_size, options)
+    terms = JoinTerms(dht, run_id, target_batch_size, options)
     refuse_mixed(accelerator, InSwarm)
-    ranks = Ranks.of(cluster, accelerator.num_processes, "`accelerate launch` (--num_processes)")
+    ranks = LaunchedRanks.of(cluster, accelerator.num_processes, "`accelerate launch` (--num_processes)")
     if accelerator.distributed_type not in _REPLICATES:
         raise ValueError(f"{accelerator.distributed_type} owns the optimizer, and a run needs it: leave it out")
     optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
@@ -80,7 +80,7 @@ def swarm(
     accelerator.step_scheduler_with_optimizer = False  # the schedule knows by itself when the epoch has moved
     # First the model, which goes to its device; what is left of the order does not matter.
     prepared = {id(given): accelerator.prepare(given) for given in args if not isinstance(given, _LATER)}
-    member = Member(terms, optimizers[0], max_grad_norm, ranks)
+    member = Joiner(terms, optimizers[0], max_grad_norm, ranks)
     try:
         mix(accelerator, InSwarm)
         accelerator._member, accelerator._samples = member, Samples(ranks)
@@ -108,7 +108,7 @@ _REPLICATES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MU
 class InSwarm(Accelerator):
     """The methods of an Accelerator whose script is a peer. `swarm` adds it to the class of an Accelerator."""
 
-    _member: Member
+    _member: Joiner
     _samples: Samples
     _max_grad_norm: float | None
     _clips_locally: bool

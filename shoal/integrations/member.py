@@ -10,12 +10,12 @@ import torch
 
 import shoal
 from shoal.flat import without_hooks
-from shoal.integrations.pieces import Pieces
-from shoal.integrations.ranks import Ranks
-from shoal.integrations.terms import Terms, refuse_many
+from shoal.integrations.pieces import PiecesOfRanks
+from shoal.integrations.ranks import LaunchedRanks
+from shoal.integrations.terms import JoinTerms, refuse_many
 
 
-class Member:
+class Joiner:
     """Joins the run with the optimizer that a framework has made.
 
     Args:
@@ -34,7 +34,7 @@ class Member:
     """
 
     def __init__(
-        self, terms: Terms, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, ranks: Ranks
+        self, terms: JoinTerms, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, ranks: LaunchedRanks
     ) -> None:
         refuse_many([optimizer])
         options = dict(terms.options)
@@ -50,11 +50,11 @@ class Member:
             "target_batch_size": terms.target_batch_size,
             **options,
         }
-        self._pieces: Pieces | None = None
+        self._pieces: PiecesOfRanks | None = None
         if ranks.cluster is None:
             self.optimizer = shoal.Optimizer(optimizer=optimizer, **run)
         else:
-            self._pieces = pieces = Pieces(optimizer, ranks.cluster)
+            self._pieces = pieces = PiecesOfRanks(optimizer, ranks.cluster)
             given: dict[str, Any] = {"optimizer": pieces.make, "params": pieces.params, "cluster": ranks.cluster}
             try:
                 self.optimizer = shoal.Optimizer(**given, **run)

@@ -12,7 +12,7 @@ from torch import Tensor
 import shoal
 
 
-class Pieces:
+class PiecesOfRanks:
     """A framework's optimizer in a cluster. Where ranks carry strands, it steps pieces of its parameters, which take
     the parameters' places in its groups: so it stays the object that the script's schedulers and hooks know.
 

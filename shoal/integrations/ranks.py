@@ -16,7 +16,7 @@ MAKES = "lambda: shoal.Cluster(strands=8)"
 SPEAKS = "lambda: shoal.Cluster(strands=1)"
 
 
-class Ranks:
+class LaunchedRanks:
     """This process and those that are one peer with it. All of them make each call at once.
 
     Args:
@@ -34,7 +34,7 @@ class Ranks:
         self.speaks = cluster is None or cluster.rank == 0
 
     @classmethod
-    def of(cls, given: Clusters | None, count: int, what: str) -> Ranks:
+    def of(cls, given: Clusters | None, count: int, what: str) -> LaunchedRanks:
         """The processes of a framework, one or many. A single process makes its cluster, too, and carries all strands.
         With `strands=1` there is nothing to share, and it is a peer without a cluster.
 

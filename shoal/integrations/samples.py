@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.integrations.ranks import Ranks
+from shoal.integrations.ranks import LaunchedRanks
 
 
 class Samples:
@@ -26,7 +26,7 @@ class Samples:
         batches: how many batches were counted since the last step.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: LaunchedRanks) -> None:
         self._ranks, self._unit = ranks, 0  # the size of a batch whose loss has the weight 1.0
         self.size = 0
         self.forget()

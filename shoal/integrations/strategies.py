@@ -14,10 +14,10 @@ from torch.distributed import is_torchelastic_launched
 import shoal
 from shoal.flat import version_of
 from shoal.integrations._frameworks import devices_of
-from shoal.integrations.member import Member, own_scaler
-from shoal.integrations.ranks import Clusters, Ranks
+from shoal.integrations.member import Joiner, own_scaler
+from shoal.integrations.ranks import Clusters, LaunchedRanks
 from shoal.integrations.samples import Samples
-from shoal.integrations.terms import Terms, refuse_many, refuse_plateau, refuse_scaler, trained_before
+from shoal.integrations.terms import JoinTerms, refuse_many, refuse_plateau, refuse_scaler, trained_before
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -44,7 +44,7 @@ class Ends:
         member: of the run.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Joiner) -> None:
         self._member = member
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -104,18 +104,18 @@ class InSwarm(Strategy):
             f"shoal.integrations.{other}.SwarmStrategy in place of shoal.integrations.{mine}.SwarmStrategy>"
         )
 
-    def _set_terms(self, terms: Terms) -> None:
+    def _set_terms(self, terms: JoinTerms) -> None:
         """Raises ValueError for options that the script gives."""
         if "max_grad_norm" in terms.options:
             raise ValueError("max_grad_norm= comes from the training script: set the Trainer's gradient_clip_val")
-        self._terms, self._ranks = terms, Ranks()
-        self._member: Member | None = None
+        self._terms, self._ranks = terms, LaunchedRanks()
+        self._member: Joiner | None = None
         self._samples = Samples(self._ranks)
         self._seed = 0  # of this peer's shuffle
         self._clip_val: float | None = None  # the Trainer's, while this peer is in the run
         self._has_trained = False
 
-    def _count(self, trainer: Any) -> Ranks:
+    def _count(self, trainer: Any) -> LaunchedRanks:
         """The processes that are this peer. Raises ValueError if they can not be one."""
         raise NotImplementedError
 
@@ -157,7 +157,7 @@ class InSwarm(Strategy):
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = own_scaler(plugin.scaler, plugin.device)
         self._seed, self._samples = ranks.seed(self._terms.dht), Samples(ranks)
-        self._member = Member(self._terms, self.optimizers[0], self._clip_val, ranks)
+        self._member = Joiner(self._terms, self.optimizers[0], self._clip_val, ranks)
         self.optimizers = [self._member.optimizer]
         for config in self.lr_scheduler_configs:
             config.scheduler = shoal.EpochScheduler(config.scheduler)
@@ -262,12 +262,12 @@ class OfOneProcess(InSwarm):
         **options: Any,
     ) -> None:
         super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        self._set_terms(Terms(dht, run_id, target_batch_size, options))
+        self._set_terms(JoinTerms(dht, run_id, target_batch_size, options))
 
-    def _count(self, trainer: Any) -> Ranks:
-        ranks = Ranks.of(None, devices_of(trainer), "the Trainer (devices= and num_nodes=)")
+    def _count(self, trainer: Any) -> LaunchedRanks:
+        ranks = LaunchedRanks.of(None, devices_of(trainer), "the Trainer (devices= and num_nodes=)")
         if is_torchelastic_launched():  # Lightning itself does not look at that, where a strategy has one device
-            Ranks.of(None, int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
+            LaunchedRanks.of(None, int(os.environ.get("WORLD_SIZE", "1")), "`torchrun` (--nproc-per-node)")
         return ranks
 
 
@@ -287,11 +287,11 @@ class OfCluster(InSwarm):
         super().__init__()
         if device is not None:
             raise ValueError(f"device={device!r} is of one process: with cluster=, the Trainer chooses (devices=…)")
-        self._set_terms(Terms(dht, run_id, target_batch_size, options))
+        self._set_terms(JoinTerms(dht, run_id, target_batch_size, options))
         self._given = cluster
 
-    def _count(self, trainer: Any) -> Ranks:
-        return Ranks.of(self._given, self.world_size, "the Trainer (devices= and num_nodes=)")
+    def _count(self, trainer: Any) -> LaunchedRanks:
+        return LaunchedRanks.of(self._given, self.world_size, "the Trainer (devices= and num_nodes=)")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

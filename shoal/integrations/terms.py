@@ -16,7 +16,7 @@ OWN_LOOP = ("reuse_grad_buffers", "offload_optimizer", "delay_optimizer_step", "
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JoinTerms:
     """How a framework's optimizer joins a run.
 
     Attributes:

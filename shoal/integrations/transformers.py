@@ -14,10 +14,10 @@ import torch
 
 import shoal
 from shoal.integrations._frameworks import add_loss
-from shoal.integrations.member import Member, own_scaler
+from shoal.integrations.member import Joiner, own_scaler
 from shoal.integrations.mixing import mix, refuse_mixed
-from shoal.integrations.ranks import Clusters, Ranks, several
-from shoal.integrations.terms import Terms, refuse_plateau, refuse_scaler, trained_before
+from shoal.integrations.ranks import Clusters, LaunchedRanks, several
+from shoal.integrations.terms import JoinTerms, refuse_plateau, refuse_scaler, trained_before
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState
@@ -71,7 +71,7 @@ def swarm(
             neither a checkpoint nor a new model (`model_init`).
         ClusterError: in `train`, if another process of the cluster is lost, or has raised an error.
     """
-    terms = Terms(dht, run_id, target_batch_size, options)
+    terms = JoinTerms(dht, run_id, target_batch_size, options)
     if "max_grad_norm" in options:
         raise ValueError("max_grad_norm= comes from the training script: set it in the TrainingArguments")
     refuse_mixed(trainer, InSwarm)
@@ -79,7 +79,7 @@ def swarm(
     if trainer.args.n_gpu > 1:
         asks = "this Trainer (it trains on all GPUs that it sees; set CUDA_VISIBLE_DEVICES)"
         raise ValueError(several(asks, trainer.args.n_gpu))
-    ranks = Ranks.of(cluster, accelerator.num_processes, "the launcher of this Trainer (world_size)")
+    ranks = LaunchedRanks.of(cluster, accelerator.num_processes, "the launcher of this Trainer (world_size)")
     refuse_plateau(trainer.lr_scheduler, trainer.args.lr_scheduler_type)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError("DeepSpeed and FSDP own the optimizer, and a run needs it: leave them out")
@@ -102,9 +102,9 @@ def swarm(
 class InSwarm(Trainer):
     """The methods of a Trainer that is a peer. `swarm` adds it to the class of a Trainer."""
 
-    _terms: Terms
-    _ranks: Ranks
-    _member: Member | None
+    _terms: JoinTerms
+    _ranks: LaunchedRanks
+    _member: Joiner | None
     _given: tuple[torch.optim.Optimizer | None, Any]
     _losses: torch.Tensor | float  # the sum of this epoch's losses
     _steps: int  # how many they are
@@ -138,7 +138,7 @@ class InSwarm(Trainer):
         """Join the run with the optimizer that the Trainer makes."""
         if self._member is None or not self._member.optimizer.is_alive():
             made = super().create_optimizer(*args, **kwargs)
-            self._member = Member(self._terms, made, self.args.max_grad_norm, self._ranks)
+            self._member = Joiner(self._terms, made, self.args.max_grad_norm, self._ranks)
             self.optimizer = self._member.optimizer
         return self.optimizer
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.membership.signed import Key, Kind, Number, Seconds, Statement
+from shoal.membership.signed import Key, Number, Seconds, Statement, StatementKind
 from shoal.p2p.identity import PeerID
 
 MAX_DAYS = 366
@@ -68,4 +68,4 @@ class Membership(Statement, frozen=True, array_like=True):
         return now < self.expires
 
 
-MEMBERSHIP = Kind("membership", Membership, max_bytes=384)
+MEMBERSHIP = StatementKind("membership", Membership, max_bytes=384)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.membership.signed import Key, Kind, Number, Statement
+from shoal.membership.signed import Key, Number, Statement, StatementKind
 
 
 class Pin(Statement, frozen=True, array_like=True):
@@ -56,4 +56,4 @@ def tip_text(epoch: int, samples: float, lineage: bytes) -> str:
     return f"{epoch}:{samples:.17g}:{lineage.hex()}"
 
 
-PIN = Kind("pin", Pin, max_bytes=320)
+PIN = StatementKind("pin", Pin, max_bytes=320)

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.membership.membership import DAY, MAX_DAYS, Membership
-from shoal.membership.signed import Key, Kind, Number, Seconds, Statement
+from shoal.membership.signed import Key, Number, Seconds, Statement, StatementKind
 
 MAX_REVOKED = 512
 
@@ -63,4 +63,4 @@ class Revocations(Statement, frozen=True, array_like=True):
         return cls(run_id, max(int(now), 1, 0 if last is None else last.number + 1), tuple(kept.values()))
 
 
-REVOCATIONS = Kind("revocations", Revocations, max_bytes=24 << 10)
+REVOCATIONS = StatementKind("revocations", Revocations, max_bytes=24 << 10)

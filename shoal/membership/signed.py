@@ -26,7 +26,7 @@ class Statement(msgspec.Struct, frozen=True, array_like=True):
 S = TypeVar("S", bound=Statement)
 
 
-class Kind(Generic[S]):
+class StatementKind(Generic[S]):
     """One kind of statement, with its text form.
 
     Args:

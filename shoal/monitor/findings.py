@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from shoal.health.record import PERIOD_SECONDS, PREFIX_BYTES, FaultKind, Health
-from shoal.monitor.known import KnownPeer
+from shoal.monitor.known import SeenPeer
 from shoal.monitor.snapshot import Finding, Standing, Trouble
 from shoal.p2p.identity import PeerID
 
@@ -21,12 +21,12 @@ NOT_COMPARED = bytes(PREFIX_BYTES)  # a digest that must not be compared
 T = TypeVar("T", bytes, str)
 
 
-def is_told(known: KnownPeer, now: float) -> bool:
+def is_told(known: SeenPeer, now: float) -> bool:
     """Whether the loss of this peer is still reported."""
     return known.standing is Standing.LOST and now - known.since < TOLD_SECONDS
 
 
-def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, list[Finding]], int]:
+def findings_of(peers: Iterable[SeenPeer], now: float) -> tuple[dict[PeerID, list[Finding]], int]:
     """The findings of each peer, the worst first, and how many peers were found to hold equal parameters."""
     peers = list(peers)
     here = [known for known in peers if known.is_there]
@@ -80,7 +80,7 @@ def findings_of(peers: Iterable[KnownPeer], now: float) -> tuple[dict[PeerID, li
     return found, alike
 
 
-def refused_ones(peers: Iterable[KnownPeer]) -> list[str]:
+def refused_ones(peers: Iterable[SeenPeer]) -> list[str]:
     """Sentences about peers with other terms that publish nothing themselves, from the records of members."""
     here = [known for known in peers if known.is_there]
     shown = {known.peer.key[:PREFIX_BYTES] for known in here}
@@ -91,13 +91,13 @@ def refused_ones(peers: Iterable[KnownPeer]) -> list[str]:
     ]
 
 
-def common_epoch(here: Iterable[KnownPeer]) -> int:
+def common_epoch(here: Iterable[SeenPeer]) -> int:
     """The epoch whose state is known of the most peers; the newest one if there are several."""
     counts = Counter(epoch for known in here for epoch in known.marks)
     return max(counts, key=lambda epoch: (counts[epoch], epoch), default=0)
 
 
-def _refusals(here: Iterable[KnownPeer]) -> dict[bytes, str]:
+def _refusals(here: Iterable[SeenPeer]) -> dict[bytes, str]:
     """By the beginnings of the keys of refused peers: how their terms differ."""
     said = (known.health.refused for known in here)
     return {refused.key: refused.difference for refused in said if refused is not None}
@@ -113,18 +113,18 @@ def _common(values: Iterable[tuple[T, Health]]) -> T | None:
     return max(counts, key=lambda value: (counts[value], behind[value], value), default=None)
 
 
-def _unlike(here: Sequence[KnownPeer]) -> tuple[dict[PeerID, Finding], int]:
+def _unlike(here: Sequence[SeenPeer]) -> tuple[dict[PeerID, Finding], int]:
     """Compare the states of peers, for each peer at the newest epoch that it has in common with another one. Lineages
     are compared among all peers, digests among those with the same lineage and machine.
 
     Returns:
         The findings of peers that differ from most, and how many peers were found to hold equal parameters.
     """
-    at: dict[int, list[KnownPeer]] = {}
+    at: dict[int, list[SeenPeer]] = {}
     for known in here:
         for epoch in known.marks:
             at.setdefault(epoch, []).append(known)
-    compared: dict[int, list[KnownPeer]] = {}
+    compared: dict[int, list[SeenPeer]] = {}
     for known in here:
         if shared := [epoch for epoch in known.marks if len(at[epoch]) > 1]:
             compared.setdefault(max(shared), []).append(known)
@@ -133,7 +133,7 @@ def _unlike(here: Sequence[KnownPeer]) -> tuple[dict[PeerID, Finding], int]:
     for epoch, comparing in compared.items():
         line = _common((known.marks[epoch].lineage, known.health) for known in at[epoch])
         bits = _common((known.marks[epoch].digest, known.health) for known in at[epoch])
-        kinds: dict[tuple[bytes, bytes], list[KnownPeer]] = {}
+        kinds: dict[tuple[bytes, bytes], list[SeenPeer]] = {}
         for known in at[epoch]:
             kinds.setdefault((known.marks[epoch].lineage, known.health.machine), []).append(known)
         digests = {kind: _common((k.marks[epoch].digest, k.health) for k in alike) for kind, alike in kinds.items()}

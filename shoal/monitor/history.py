@@ -20,14 +20,14 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class Resolution:
     """Points that are older than `age` seconds are combined to one for every `step` seconds."""
 
     age: int
     step: int
 
 
-LEVELS = (Level(3600, 60), Level(86400, 600))
+LEVELS = (Resolution(3600, 60), Resolution(86400, 600))
 LONGEST = 90 * 86400  # seconds for which anything is kept
 FOLD_SECONDS = 600  # how often old points are combined
 
@@ -41,7 +41,7 @@ MEANS = ", ".join(f"max({name})" if name in HIGHEST else f"avg({name})" for name
 Series = dict[str, list[float | None]]
 
 
-class History:
+class RunHistory:
     """The history of one run. Any thread may call it.
 
     Args:
@@ -94,7 +94,7 @@ class History:
         with self._lock:
             self._db.close()
 
-    def __enter__(self) -> History:
+    def __enter__(self) -> RunHistory:
         return self
 
     def __exit__(

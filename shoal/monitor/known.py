@@ -13,7 +13,7 @@ MAX_MARKS = 64  # of one peer
 
 
 @dataclass(slots=True)
-class KnownPeer:
+class SeenPeer:
     """One peer.
 
     Attributes:

@@ -14,7 +14,7 @@ from shoal.health.board import Posted
 from shoal.health.record import LIFE_SECONDS, PERIOD_SECONDS, PREFIX_BYTES, Health, name_of, printable
 from shoal.monitor.advice import advice_of
 from shoal.monitor.findings import common_epoch, findings_of, is_told, refused_ones
-from shoal.monitor.known import KnownPeer
+from shoal.monitor.known import SeenPeer
 from shoal.monitor.snapshot import Happening, Snapshot, Standing
 from shoal.monitor.verdict import sentence_of
 from shoal.monitor.views import loss_of, mean_of, view_of
@@ -35,7 +35,7 @@ class Picture:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self._peers: dict[PeerID, KnownPeer] = {}
+        self._peers: dict[PeerID, SeenPeer] = {}
         self._named: dict[bytes, PeerID] = {}  # by the beginnings of their keys
         self._coordinators: dict[bytes, float] = {}  # coordinators whose loss was reported, and when
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
@@ -70,7 +70,7 @@ class Picture:
         if known is None:
             if len(self._peers) >= MAX_MEMBERS and not self._forget_one():
                 return
-            known = self._peers[peer] = KnownPeer(peer, health, heard_at, now, now, now, clock_before=clock)
+            known = self._peers[peer] = SeenPeer(peer, health, heard_at, now, now, now, clock_before=clock)
             self._named[peer.key[:PREFIX_BYTES]] = peer
             if health.left:
                 known.standing = Standing.LEFT
@@ -162,12 +162,12 @@ class Picture:
             elif known.standing is Standing.HERE and age > LATE_SECONDS:
                 self._stand(known, Standing.SILENT, "", now)
 
-    def _lose(self, known: KnownPeer, why: str, now: float, wall: float) -> None:
+    def _lose(self, known: SeenPeer, why: str, now: float, wall: float) -> None:
         self._stand(known, Standing.LOST, why, now)
         self._tell(wall, known.peer, f"was lost: {why}")
 
     @staticmethod
-    def _stand(known: KnownPeer, standing: Standing, why: str, now: float) -> None:
+    def _stand(known: SeenPeer, standing: Standing, why: str, now: float) -> None:
         known.standing, known.why, known.since = standing, why, now
 
     def _tell(self, wall: float, peer: PeerID, what: str) -> None:

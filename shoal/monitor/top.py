@@ -34,7 +34,7 @@ def as_json(snapshot: Snapshot) -> str:
     return msgspec.json.encode(snapshot).decode()
 
 
-class Losses:
+class LossBars:
     """The losses of the last epochs, from snapshots, as a line of bars."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Losses:
         return "".join(SPARKS[round((loss - least) * scale)] for loss in self._seen)
 
 
-def screen(snapshot: Snapshot, losses: Losses) -> RenderableType:
+def screen(snapshot: Snapshot, losses: LossBars) -> RenderableType:
     """The whole screen. From top to bottom: the verdict, the loss, the epoch, the phases of an epoch, peers, events.
 
     Texts from peers are shown as plain text, never as markup.
@@ -177,7 +177,7 @@ def _line_of(happening: Happening) -> Text:
 
 def show(take: Callable[[], Snapshot], console: Console, stop: threading.Event) -> None:
     """Draw snapshots until `stop` is set, or Ctrl-C."""
-    losses = Losses()
+    losses = LossBars()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while not stop.is_set():
             snapshot = take()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shoal.health.record import Health, name_of
 from shoal.monitor.findings import NOT_COMPARED
-from shoal.monitor.known import KnownPeer
+from shoal.monitor.known import SeenPeer
 from shoal.monitor.snapshot import Finding, PeerView, Phases
 
 
@@ -39,7 +39,7 @@ def mean_of(phases: Sequence[Phases]) -> Phases | None:
     )
 
 
-def _joining(known: KnownPeer, now: float) -> str:
+def _joining(known: SeenPeer, now: float) -> str:
     joining = known.health.joining
     if joining is None or not known.is_there:
         return ""
@@ -49,7 +49,7 @@ def _joining(known: KnownPeer, now: float) -> str:
     return f"{joining.has / 1e6:.1f} of {joining.of / 1e6:.1f} MB" + (f", {left:.0f} s left" if left else "")
 
 
-def view_of(known: KnownPeer, findings: Sequence[Finding], speed: float, common: int, now: float) -> PeerView:
+def view_of(known: SeenPeer, findings: Sequence[Finding], speed: float, common: int, now: float) -> PeerView:
     """What is shown of a peer.
 
     Args:

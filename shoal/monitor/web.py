@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.health.metrics import OWN_NAMES, Metrics, families, registry_of
 from shoal.health.record import Health, printable
-from shoal.monitor.history import EVERY_SECONDS, LONGEST, History
+from shoal.monitor.history import EVERY_SECONDS, LONGEST, RunHistory
 from shoal.monitor.snapshot import Snapshot, Standing
 from shoal.monitor.watcher import Watcher
 from shoal.p2p.identity import PeerID
@@ -64,7 +64,7 @@ class Site:
         app: the ASGI application.
     """
 
-    def __init__(self, watcher: Watcher, history: History) -> None:
+    def __init__(self, watcher: Watcher, history: RunHistory) -> None:
         self._watcher, self._history = watcher, history
         self._latest: bytes = b""
         self._changed = asyncio.Event()

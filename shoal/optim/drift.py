@@ -39,7 +39,7 @@ from shoal.optim.exact_norm import norm_of
 from shoal.optim.loads import Loads, hash_of
 from shoal.optim.loss_steps import LossSteps
 from shoal.optim.pieces import Pieces
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.work import Batch, Loadable, Stepper, Work
 from shoal.outer import ExactSGD
 
@@ -402,7 +402,7 @@ class Drift(Work):
         """See `Work`."""
         return [norm_of(self._vectors[place].outputs.views()) for place in self._taken_in]
 
-    def step(self, state: Stepper, result: Result) -> None:
+    def step(self, state: Stepper, result: StepResult) -> None:
         """See `Work`."""
         state.step(self._as_grad(result.factor), result)
 

@@ -26,9 +26,9 @@ from shoal.optim.accumulator import factor_of
 from shoal.optim.division import in_order
 from shoal.optim.eval_mode import Mode
 from shoal.optim.kept import Kept, read_kept
-from shoal.optim.pilot import Brought, Ended, Next, Pilot, Standing
+from shoal.optim.pilot import Brought, Ended, Next, Pilot, Whereabouts
 from shoal.optim.reports import DownloadReport
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.rounds import Rounds
 from shoal.optim.settings import Settings
 from shoal.optim.state import AS_OBJECT, State
@@ -245,8 +245,8 @@ class Epoch:
         """Whether the end of an epoch is under way in the background, or not applied yet."""
         return self.state in (EpochState.AVERAGING, EpochState.STEPPING)
 
-    def _standing(self) -> Standing:
-        return Standing(self._state.tip, self._state.line, self.is_busy)
+    def _standing(self) -> Whereabouts:
+        return Whereabouts(self._state.tip, self._state.line, self.is_busy)
 
     @property
     def is_behind(self) -> bool:
@@ -588,7 +588,7 @@ class Epoch:
         norm = self._norm()
         factor = 1.0 if norm is None else factor_of(norm, self._settings.max_grad_norm or 0.0)
         self._rounds.used()
-        result = Result(ended.tip, ended.options, ended.loss, ended.with_state, norm, factor)
+        result = StepResult(ended.tip, ended.options, ended.loss, ended.with_state, norm, factor)
         self._work.step(self._state, result)
         self._step_seconds = time.perf_counter() - began
         self._name_state()

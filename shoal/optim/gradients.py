@@ -17,7 +17,7 @@ from shoal.optim.closures import NotUsed, calls_once, kept_loss, loss_of
 from shoal.optim.exact_norm import norm_of as exact_norm_of
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.pieces import Pieces
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.work import Batch, Stepper, Work
 from shoal.swarm.protocol.loss import Loss, mean_of
 
@@ -170,7 +170,7 @@ class Gradients(Work):
         """See `Work`."""
         return [exact_norm_of(part.averages) if self._is_exact else norm_of(part.average) for part in self._sums]
 
-    def step(self, state: Stepper, result: Result) -> None:
+    def step(self, state: Stepper, result: StepResult) -> None:
         """See `Work`."""
         state.step(self._as_grad(result.factor), result)
 

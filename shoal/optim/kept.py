@@ -19,7 +19,7 @@ from shoal.flat.allocation import memory_for
 from shoal.membership.pin import Pin
 from shoal.swarm.protocol.line import MAX_OFFERED, split
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import Snapshot, encoded
+from shoal.transfer.donor import FrozenState, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Kept:
         line: the lineages that lead to the state, its own last.
     """
 
-    snapshot: Snapshot
+    snapshot: FrozenState
     line: tuple[bytes, ...]
 
     def leads_to(self, pin: Pin) -> bool:
@@ -56,7 +56,7 @@ class Kept:
         before, snapshot = self.snapshot.tip, self.snapshot
         tip = Tip(before.epoch, before.lineage, before.samples, pin)
         with memory_for("the state that was kept", NoMemoryForState):
-            state = encoded(Snapshot(tip, snapshot.layout, snapshot.buffers, snapshot.scalars, snapshot.codecs))
+            state = encoded(FrozenState(tip, snapshot.layout, snapshot.buffers, snapshot.scalars, snapshot.codecs))
         return Downloaded(
             state.manifest, list(snapshot.buffers), False, snapshot.scalars, {}, {}, 0, 0.0, self.line
         )  # fmt: skip
@@ -206,7 +206,7 @@ def read_kept(path: str | os.PathLike[str]) -> Kept:
         buffers = list(plain["buffers"])
         spans = (CodecSpan(index, 0, one.numel(), NoCompression()) for index, one in enumerate(buffers) if one.numel())
         codecs = CodecPlan(tuple(spans), len(buffers))
-        snapshot = Snapshot(Tip(epoch, lineage, samples, pin), plain["layout"], buffers, plain["scalars"], codecs)
+        snapshot = FrozenState(Tip(epoch, lineage, samples, pin), plain["layout"], buffers, plain["scalars"], codecs)
         return Kept(snapshot, split(plain["line"]))
     except OSError:
         raise

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from shoal.optim.closures import Closure
 from shoal.optim.pieces import Pieces
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.work import Batch, Stepper, Work
 
 
@@ -49,6 +49,6 @@ class LocalSteps(Work):
         """See `Work`. The steps that were made stay."""
         self._samples = 0.0
 
-    def step(self, state: Stepper, result: Result) -> None:
+    def step(self, state: Stepper, result: StepResult) -> None:
         """See `Work`."""
         state.take_average(result)

@@ -44,7 +44,7 @@ Open = Callable[[Begin, SendTo, Fault], BytesExchange]
 LONGEST_REST = 600.0  # seconds after which a newcomer that does not fit into the run asks again at the latest
 
 
-class Standing(msgspec.Struct, frozen=True, gc=False):
+class Whereabouts(msgspec.Struct, frozen=True, gc=False):
     """Where this peer stands in the run.
 
     Attributes:
@@ -147,7 +147,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
     is_alone: bool
 
 
-class Patience(Protocol):
+class Waits(Protocol):
     """For whom and how long a peer waits. See `Settings`."""
 
     @property
@@ -183,7 +183,7 @@ class Pilot:
 
     def __init__(
         self,
-        settings: Patience,
+        settings: Waits,
         run: Run,
         tracker: RunProgress,
         machine: Machine,
@@ -213,18 +213,18 @@ class Pilot:
 
     # -- what a peer does next
 
-    def next(self, at: Standing) -> Next:
+    def next(self, at: Whereabouts) -> Next:
         """What this peer does before it uses a batch, once `pin_due` returns None."""
         if self.rests(at):
             return Next.WAIT
         return Next.BEHIND if self.is_behind(at) else Next.GO_ON
 
-    def pin_due(self, at: Standing) -> Pin | None:
+    def pin_due(self, at: Whereabouts) -> Pin | None:
         """Report forks, and return the newest pin of the owner if this peer's state has not followed it yet."""
         self.forks.look(at.tip, at.line, self._made_with)
         return self.forks.due(at.tip)
 
-    def name_after(self, pin: Pin, at: Standing) -> Tip | None:
+    def name_after(self, pin: Pin, at: Whereabouts) -> Tip | None:
         """The name of this peer's state after a pin; None if the state does not lead on from the pinned one."""
         if not self.forks.follows_from(pin, at.tip, at.line):
             return None
@@ -232,7 +232,7 @@ class Pilot:
         log.info("the owner has pinned %s (pin %d): this peer's state %s leads on from it", pin.tip, pin.number, tip)
         return tip
 
-    def without(self, pin: Pin, at: Standing) -> Next:
+    def without(self, pin: Pin, at: Whereabouts) -> Next:
         """As `next`, if no state of this peer leads on from the pin. A newcomer may begin only from the pinned state or
         its descendants."""
         is_new = at.tip.epoch == 0 < pin.epoch
@@ -249,12 +249,12 @@ class Pilot:
             )  # fmt: skip
         return Next.WAIT if is_new else self.next(at)
 
-    def is_behind(self, at: Standing) -> bool:
+    def is_behind(self, at: Whereabouts) -> bool:
         """Whether others hold a state that outranks this peer's, and this peer is not about to reach it by itself."""
         behind = self.run.swarm.behind
         return behind is not None and not at.is_busy and behind.outranks(at.tip)
 
-    def rests(self, at: Standing) -> bool:
+    def rests(self, at: Whereabouts) -> bool:
         """Whether this peer could not download the state that others hold, or a download did not help (see
         `HiddenState`), and it waits before it tries again. Meanwhile it keeps its state, brings no samples and ends no
         epoch, so nobody waits for it."""
@@ -290,7 +290,7 @@ class Pilot:
         """Whether the round of the epoch is due."""
         return self.tracker.ready_to_update_epoch
 
-    def can_end(self, at: Standing, counted_from: Tip) -> bool:
+    def can_end(self, at: Whereabouts, counted_from: Tip) -> bool:
         """Whether the round of this epoch is called, and nothing keeps this peer from it."""
         swarm = self.run.swarm
         is_called = swarm.called and swarm.tip == at.tip == counted_from
@@ -684,7 +684,7 @@ class Pilot:
         """The connected peers that may have the state."""
         return self.run.donors()
 
-    def may_replay(self, at: Standing) -> bool:
+    def may_replay(self, at: Whereabouts) -> bool:
         """Whether this peer may replay the rounds that it lacks."""
         # The first round of a run is not replayed: each peer may have begun with parameters of its own.
         can_replay = self.run.swarm.can_replay and not self.hidden.is_suspected
@@ -697,12 +697,12 @@ class Pilot:
             self.run.begin_replay()
             yield
 
-    def replays(self, at: Standing) -> bool:
+    def replays(self, at: Whereabouts) -> bool:
         """Whether another round is to be replayed. That stops where nobody brings the next round, as after a download
         that has begun long ago."""
         return self.is_behind(at) and self.run.swarm.tip == at.tip and self.run.learn_of_round()
 
-    def wanted(self, at: Standing) -> Callable[[Tip], bool]:
+    def wanted(self, at: Whereabouts) -> Callable[[Tip], bool]:
         """Which states would do: a function of their tips."""
         mine, is_behind, swarm, pin = at.tip, self.is_behind(at), self.run.swarm, self.forks.due(at.tip)
         # If somebody holds the state that the owner has pinned, this peer takes no other state.

@@ -16,7 +16,7 @@ from shoal.interrupts import holding, result_of, unbroken
 from shoal.membership.holder import Source
 from shoal.optim.progress import Refresh, RunProgress
 from shoal.optim.run import Run
-from shoal.optim.settings import EPOCH, POSITIVE, SAMPLES, Kind, fields_of, whole
+from shoal.optim.settings import EPOCH, POSITIVE, SAMPLES, Values, fields_of, whole
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import Behind
 from shoal.swarm.protocol.messages import Terms
@@ -106,7 +106,7 @@ class ProgressTracker(RunProgress):
         membership: Source | None = None,
     ) -> None:
         refresh = Refresh(**fields_of(Refresh, locals()))
-        Kind("a text of 1 to 90 characters", str, lambda text: 1 <= len(text) <= 90).check("prefix", prefix)
+        Values("a text of 1 to 90 characters", str, lambda text: 1 <= len(text) <= 90).check("prefix", prefix)
         target_batch_size = POSITIVE.check("target_batch_size", target_batch_size)
         self.dht, self.prefix = dht, prefix
         self.client_mode = dht.client_mode if client_mode is None else client_mode

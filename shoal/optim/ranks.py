@@ -56,7 +56,7 @@ class Told(msgspec.Struct, array_like=True, frozen=True):
     value: bool
 
 
-class Step(msgspec.Struct, array_like=True, frozen=True):
+class JointStep(msgspec.Struct, array_like=True, frozen=True):
     """A step of all ranks: their samples, the mean loss of these, and whether a rank `is_ahead`."""
 
     samples: int
@@ -64,7 +64,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     is_ahead: bool
 
 
-STEP = Question("step", Brings, Step, may_wait=True)
+STEP = Question("step", Brings, JointStep, may_wait=True)
 REACHED = Question("reached", bool, bool)
 TOLD = Question("told", NoneType, Told, may_wait=True)
 LOADED = Question("loaded", NoneType, bool)
@@ -95,7 +95,7 @@ class Ranks:
         """Do something at all ranks that have a part of the state."""
         return act() if self.shards.are_everywhere else self.team.at_first(act)
 
-    def bring(self, samples: int, loss: Loss | None, tip: Tip | None = None) -> Step:
+    def bring(self, samples: int, loss: Loss | None, tip: Tip | None = None) -> JointStep:
         """Reach a step together.
 
         Args:
@@ -114,7 +114,7 @@ class Ranks:
         self._is_compared |= samples > 0
         return step
 
-    def _summed(self, brought: Sequence[Brings]) -> Step:
+    def _summed(self, brought: Sequence[Brings]) -> JointStep:
         names, mine = self.team.names, brought[0]
         for rank, each in enumerate(brought):
             if each.gradients != mine.gradients:
@@ -137,7 +137,7 @@ class Ranks:
                 )
         samples = sum(each.samples for each in brought)
         loss = mean_of((each.loss, each.samples) for each in brought)
-        return Step(samples, loss, any(each.is_ahead for each in brought))
+        return JointStep(samples, loss, any(each.is_ahead for each in brought))
 
     def reach(self) -> None:
         """Reach another call together."""

@@ -9,7 +9,7 @@ from shoal.swarm.protocol.tip import Tip
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class StepResult:
     """What a step at the end of an epoch is made with, beside the averages.
 
     Attributes:

@@ -34,7 +34,7 @@ AnyScheduler = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Values:
     """The values that make sense for an argument.
 
     Attributes:
@@ -66,7 +66,7 @@ def fields_of(record: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(record: object) -> None:
-    """Check the fields of a frozen dataclass that are annotated with a `Kind`, and turn their numbers into Python's. A
+    """Check the fields of a frozen dataclass that are annotated with `Values`, and turn their numbers into Python's. A
     field may be None if its annotation says so."""
     for name, hint in get_type_hints(type(record), include_extras=True).items():
         value = getattr(record, name)
@@ -76,31 +76,31 @@ def check_fields(record: object) -> None:
 
 
 NUMBER = (int, float)
-SECONDS = Kind("a positive number of seconds, at most a day (86400)", NUMBER, lambda number: 0 < number <= 86400)
-FRACTION = Kind("a number over 0 and at most 1", NUMBER, lambda number: 0 < number <= 1)
-SHARE = Kind("a share of the run's time, from 0 (never) to 1", NUMBER, lambda number: 0 <= number <= 1)
-POSITIVE = Kind("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
-WHOLE_SAMPLES = Kind("a whole number of samples, at least 0", int, lambda number: number >= 0)
-SAMPLES = Kind("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
-BATCH = Kind("the number of samples behind the gradients, at least 1", NUMBER, lambda number: 0 < number < math.inf)
-EPOCH = Kind("the number of an epoch, at least 0", int, lambda number: 0 <= number < 1 << 63)
-TARGET = Kind("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
-NOT_NEGATIVE = Kind("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
-COUNT = Kind("a whole number, at least 1", int, lambda number: number >= 1)
-PEERS = Kind(
+SECONDS = Values("a positive number of seconds, at most a day (86400)", NUMBER, lambda number: 0 < number <= 86400)
+FRACTION = Values("a number over 0 and at most 1", NUMBER, lambda number: 0 < number <= 1)
+SHARE = Values("a share of the run's time, from 0 (never) to 1", NUMBER, lambda number: 0 <= number <= 1)
+POSITIVE = Values("a number over 0", NUMBER, lambda number: 0 < number < math.inf)
+WHOLE_SAMPLES = Values("a whole number of samples, at least 0", int, lambda number: number >= 0)
+SAMPLES = Values("a number of samples, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
+BATCH = Values("the number of samples behind the gradients, at least 1", NUMBER, lambda number: 0 < number < math.inf)
+EPOCH = Values("the number of an epoch, at least 0", int, lambda number: 0 <= number < 1 << 63)
+TARGET = Values("a number of samples, at least 1", NUMBER, lambda number: 1 <= number < math.inf)
+NOT_NEGATIVE = Values("a number, at least 0", NUMBER, lambda number: 0 <= number < math.inf)
+COUNT = Values("a whole number, at least 1", int, lambda number: number >= 1)
+PEERS = Values(
     "a whole number, at least 1, or a share of the peers of the last epoch, over 0.0 and at most 1.0",
     NUMBER,
     lambda number: number >= 1 if isinstance(number, int) else 0 < number <= 1,
 )
-PORT = Kind("a port from 1 to 65535, or 0 for any free one", int, lambda number: 0 <= number <= 65535)
-LEVEL = Kind("a level of logging, as logging.INFO", int)
-RUN_ID = Kind("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
-NAMES = Kind("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
-FOLDER = Kind("the name of a folder", (str, os.PathLike))
-OUTER = Kind("a shoal.DiLoCo", DiLoCo)
-CLUSTER = Kind("a shoal.Cluster", Cluster)
-FROZEN = Kind('"sample", "hash", "send" or "own"', str, lambda what: what in ("sample", "hash", "send", "own"))
-COMPRESSION = Kind("one of shoal.compression, such as Float16Compression()", Compression)
+PORT = Values("a port from 1 to 65535, or 0 for any free one", int, lambda number: 0 <= number <= 65535)
+LEVEL = Values("a level of logging, as logging.INFO", int)
+RUN_ID = Values("a text of 1 to 100 characters", str, lambda text: 1 <= len(text) <= 100)
+NAMES = Values("a list of names", (list, tuple), lambda names: all(isinstance(name, str) for name in names))
+FOLDER = Values("the name of a folder", (str, os.PathLike))
+OUTER = Values("a shoal.DiLoCo", DiLoCo)
+CLUSTER = Values("a shoal.Cluster", Cluster)
+FROZEN = Values('"sample", "hash", "send" or "own"', str, lambda what: what in ("sample", "hash", "send", "own"))
+COMPRESSION = Values("one of shoal.compression, such as Float16Compression()", Compression)
 
 COMPRESSIONS = ("grad_compression", "state_averaging_compression", "load_state_compression")
 MODES = (
@@ -136,9 +136,9 @@ IN_PLACE_OF = {
 PLACE_TIMES = ("request_timeout", "sender_timeout", "reducer_timeout")
 AVERAGER_OPTIONS = {
     **dict.fromkeys(("min_matchmaking_time", "next_chunk_timeout", *PLACE_TIMES), SECONDS),
-    "bandwidth": Kind("a number from 0 to 1e18", NUMBER, lambda number: 0 <= number <= 1e18),
+    "bandwidth": Values("a number from 0 to 1e18", NUMBER, lambda number: 0 <= number <= 1e18),
     "min_group_size": COUNT,
-    "allow_state_sharing": Kind("True or False", bool),
+    "allow_state_sharing": Values("True or False", bool),
 }
 
 

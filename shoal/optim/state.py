@@ -49,14 +49,14 @@ from shoal.optim.own_form import check_form, give_form, has_torchs_form
 from shoal.optim.pieces import OnHost, Pieces
 from shoal.optim.placement import Placement
 from shoal.optim.plain import is_plain, plain, plain_or, restored
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.settings import Settings, Stepped
 from shoal.p2p.errors import Refused
 from shoal.swarm.protocol.line import Line, line_to
 from shoal.swarm.protocol.messages import Begin
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import Copies, EncodedState, Snapshot, Unsendable, encoded
+from shoal.transfer.donor import Copies, EncodedState, FrozenState, Unsendable, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Scalars(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StatePart:
     """A part of a state, which is copied and loaded by itself: parameters, with the optimizer's state of them, and
     extra tensors. Every part has also all of the state that is not tensors."""
 
@@ -134,10 +134,10 @@ class PartState:
 
     tensors: Sequence[Tensor]
     scalars: Scalars
-    part: Part
+    part: StatePart
 
     @classmethod
-    def of(cls, state: Downloaded, part: Part) -> PartState:
+    def of(cls, state: Downloaded, part: StatePart) -> PartState:
         """The downloaded state of a part.
 
         Raises:
@@ -163,7 +163,7 @@ class _Checked:
     """
 
     pairs: list[tuple[Tensor, Tensor]]
-    part: Part
+    part: StatePart
     others: Others
     scheduled: dict[str, Any]
 
@@ -209,7 +209,7 @@ class TrainingState:
             self.memory = FlatBuffer.adopt(self.parameters, pinned=pinned)
         self.division: Division = Undivided(own) if division is None else division
         self.parts = [
-            Part(parameters, [] if number else self.extra_tensors)
+            StatePart(parameters, [] if number else self.extra_tensors)
             for number, parameters in zip(self.division.mine, self.division.divided(self.parameters), strict=True)
         ]
         # At the last `adopt_statistics`: the tensors in the optimizer's state, and those that are in flat memory.
@@ -312,9 +312,9 @@ class TrainingState:
         compression: Compression,
         averaged: Collection[str] = (),
         groups: Groups | None = None,
-        part: Part | None = None,
+        part: StatePart | None = None,
         values: Sequence[Tensor] | None = None,
-    ) -> Snapshot:
+    ) -> FrozenState:
         """Copy the state, or a part of it, for a newcomer.
 
         Args:
@@ -358,7 +358,7 @@ class TrainingState:
         kinds, roles = zip(*described, strict=True)
         exact = {n for n, (kind, role) in enumerate(described) if role is TensorRole.OPTIMIZER and kind not in averaged}
         codecs = plan_codecs(compression, memory.layout, roles, exact=exact, kinds=kinds)
-        return Snapshot.of(tip, memory, scalars, codecs)
+        return FrozenState.of(tip, memory, scalars, codecs)
 
     def load(self, state: Downloaded) -> None:
         """Take over a downloaded state of one part. Raises as `prepare`, and then nothing has changed."""
@@ -515,7 +515,7 @@ class TrainingState:
         return pairs
 
     def _memory_for_statistics(
-        self, loaded: Sequence[Part], kept: dict[Tensor, dict[Any, Any]]
+        self, loaded: Sequence[StatePart], kept: dict[Tensor, dict[Any, Any]]
     ) -> tuple[list[Tensor], FlatBuffer | None]:
         """Allocate flat memory for the tensors of the optimizer's state after a load, unless they are there already.
 
@@ -596,7 +596,7 @@ class State(TrainingState):
         self.keeper = keeper
         self._averaged = settings.average_opt_statistics
         self.grad_norm: float | None = None
-        self._made: Snapshot | None = None  # a copy of the state that the last step has made
+        self._made: FrozenState | None = None  # a copy of the state that the last step has made
         self._wanted_until = 0.0  # steps make such copies until then
         # Held while the state changes, and while it is copied; but not while a local step calls the user's closure.
         self._lock = threading.Lock()
@@ -742,7 +742,7 @@ class State(TrainingState):
 
     # -- steps
 
-    def step(self, gradients: AbstractContextManager[None], result: Result) -> None:
+    def step(self, gradients: AbstractContextManager[None], result: StepResult) -> None:
         """End an epoch: set the state to its average if it was averaged, make the optimizer's step with the averaged
         gradients, and step the scheduler. If the optimizer steps copies, the model stays as it is.
 
@@ -763,7 +763,7 @@ class State(TrainingState):
                         self._steps.make_with(result.loss)
             self._end_epoch(result.tip, self.digest)
 
-    def take_average(self, result: Result) -> None:
+    def take_average(self, result: StepResult) -> None:
         """End an epoch without a step, after local steps: set the state to its average if it was averaged, but for the
         changes since it was copied for the round, and step the scheduler."""
         with self._lock:
@@ -885,7 +885,7 @@ class State(TrainingState):
 
     # -- sent to newcomers, taken over from others, saved and loaded
 
-    def copy_for_newcomer(self, *, rewritten: bool = False) -> Snapshot:
+    def copy_for_newcomer(self, *, rewritten: bool = False) -> FrozenState:
         """A snapshot of the state after the last epoch. In the modes without a copy, the user may have written to the
         parameters since, and then they are no longer the state of that tip.
 
@@ -908,7 +908,7 @@ class State(TrainingState):
         self._wanted_until = time.monotonic() + WANTED_SECONDS
         raise Rewritten("the model was written to since the last step: ask after the next one")
 
-    def copy_of_part(self, number: int) -> Snapshot:
+    def copy_of_part(self, number: int) -> FrozenState:
         """A snapshot of one of several parts, after the last epoch. What the user has written to the model since is not
         in it, since the optimizer steps pieces of their own.
 
@@ -921,7 +921,7 @@ class State(TrainingState):
         with self._lock:
             return self._copy_now(self.parts[self.division.mine.index(number)])
 
-    def _copy_now(self, part: Part | None = None) -> Snapshot:
+    def _copy_now(self, part: StatePart | None = None) -> FrozenState:
         compression, averaged = self._settings.load_state_compression, self._averaged
         return self.snapshot(self.tip, compression, averaged, self.options.at_tip, part, self._values_in_train())
 
@@ -936,7 +936,7 @@ class State(TrainingState):
             raise Rewritten("eval() of this peer's optimizer has changed its state: ask after train()")
         return values
 
-    def _digest_of(self, snapshot: Snapshot) -> bytes | None:
+    def _digest_of(self, snapshot: FrozenState) -> bytes | None:
         """The digest of a snapshot of the whole state, in which the parameters come first; None if they are on several
         devices, and so in another order."""
         layout = self.memory.layout
@@ -1155,7 +1155,7 @@ class Rewritten(Refused):
     """This peer's parameters are not those of its tip, because the user has written to them."""
 
 
-async def for_newcomer(take: Callable[[], Snapshot]) -> EncodedState:
+async def for_newcomer(take: Callable[[], FrozenState]) -> EncodedState:
     """Encode the state that `take` copies. Runs on the reactor.
 
     Raises:

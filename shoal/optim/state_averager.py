@@ -27,7 +27,7 @@ from shoal.optim.trainable import check_real, check_writable
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.swarm import Swarm
-from shoal.transfer.donor import EncodedState, Snapshot
+from shoal.transfer.donor import EncodedState, FrozenState
 
 log = logging.getLogger(__name__)
 
@@ -441,7 +441,7 @@ class TrainingStateAverager(DecentralizedAverager):
         return {"epoch": self.local_epoch, "group_bits": self.get_group_bits()}, tensors, self._infos
 
     async def _for_newcomer(self, swarm: Swarm) -> EncodedState:
-        def take() -> Snapshot:
+        def take() -> FrozenState:
             with self._still():
                 tip = Tip(self.local_epoch, Tip.genesis(self.prefix).lineage, float(self.local_epoch))
                 return self._state.snapshot(tip, self._state_compression)

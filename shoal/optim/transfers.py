@@ -15,7 +15,7 @@ from shoal.cluster.team import Team
 from shoal.flat.allocation import memory_for
 from shoal.optim.alike import terms_of, unlike
 from shoal.optim.donors import Carrier, Carriers, Donors
-from shoal.optim.pilot import Pilot, Standing
+from shoal.optim.pilot import Pilot, Whereabouts
 from shoal.optim.run import until
 from shoal.optim.settings import Settings
 from shoal.optim.state import Rewritten, State, for_newcomer
@@ -44,7 +44,7 @@ class Fetched(msgspec.Struct, array_like=True, frozen=True):
     lacks_memory: bool = False
 
 
-class Found(msgspec.Struct, array_like=True, frozen=True):
+class FoundState(msgspec.Struct, array_like=True, frozen=True):
     """A state of other peers, which this one loads; or why there is none.
 
     Attributes:
@@ -63,7 +63,7 @@ class Found(msgspec.Struct, array_like=True, frozen=True):
 UNLIKE = Question("unlike", str, list[str])
 TERMS = Question("terms", NoneType, dict[str, str])
 CARRIERS = Question("carriers", Carrier, list[Carrier])
-FIND = Question("find a state", NoneType, Found)
+FIND = Question("find a state", NoneType, FoundState)
 FETCHED = Question("fetched", Fetched, list[Fetched])
 READY = Question("ready", Fetched, list[Fetched])
 
@@ -134,7 +134,7 @@ class Transfers:
 
     # -- for this peer
 
-    def fetch(self, at: Standing, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> list[Downloaded]:
+    def fetch(self, at: Whereabouts, donors: Sequence[PeerID], timeout: float, *, to_join: bool) -> list[Downloaded]:
         """Download this rank's parts of one state. It is the state whose first part most donors hold.
 
         Raises:
@@ -160,7 +160,7 @@ class Transfers:
         raise DownloadFailed(f"could not download all strands of one state: {failed[0]}")
 
     def _find(
-        self, at: Standing, donors: Sequence[PeerID], timeout: float, *, to_join: bool
+        self, at: Whereabouts, donors: Sequence[PeerID], timeout: float, *, to_join: bool
     ) -> tuple[Tip, list[Carriers], dict[int, Downloaded]]:
         """Download the first part of the state that most donors hold, at rank 0.
 
@@ -170,7 +170,7 @@ class Transfers:
         known: dict[int, Downloaded] = {}
         failed: AveragingError | None = None
 
-        def find() -> Found:
+        def find() -> FoundState:
             nonlocal failed
             run = self._pilot.run
             try:
@@ -181,11 +181,11 @@ class Transfers:
                 known[0] = run.download(donors, begin, to_join=to_join)
             except NothingWanted as error:
                 failed = error
-                return Found(why=str(error), is_wanted=False)
+                return FoundState(why=str(error), is_wanted=False)
             except AveragingError as error:
                 failed = error
-                return Found(why=str(error))
-            return Found(known[0].manifest.tip, says)
+                return FoundState(why=str(error))
+            return FoundState(known[0].manifest.tip, says)
 
         found = self._team.decided(FIND, lambda _: find())
         try:

@@ -30,7 +30,7 @@ SHORT_SECONDS = 0.01  # a shorter wait lends nothing
 _of_thread = threading.local()
 
 
-class Member(Protocol):
+class InTurn(Protocol):
     """An optimizer that a thread trains in turn with others.
 
     Attributes:
@@ -56,7 +56,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._members: weakref.WeakSet[InTurn] = weakref.WeakSet()
         self.has_several = False
         self._waits = self._borrowed = 0
         self._recall: Future[None] | None = None  # ends the present wait, if it may be left
@@ -74,7 +74,7 @@ class Turn:
         """Whether the thread waits inside Shoal."""
         return self._waits > 0
 
-    def add(self, member: Member) -> None:
+    def add(self, member: InTurn) -> None:
         """Add an optimizer."""
         with self._changed:
             self._members.add(member)
@@ -82,18 +82,18 @@ class Turn:
         for each in members:
             each.watch()
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: InTurn) -> None:
         """Remove an optimizer, if it is here."""
         with self._changed:
             self._members.discard(member)
             self._count()
 
-    def _count(self) -> list[Member]:
+    def _count(self) -> list[InTurn]:
         """Returns the members if they are of several runs."""
         self.has_several = len({member.run_id for member in self._members}) > 1
         return list(self._members) if self.has_several else []
 
-    def is_alone(self, member: Member) -> bool:
+    def is_alone(self, member: InTurn) -> bool:
         """Whether no other optimizer here is of the same run."""
         with self._changed:
             return not any(other.run_id == member.run_id and other is not member for other in self._members)

@@ -34,8 +34,8 @@ from shoal.health.record import (
     Joining,
     Lost,
     Mark,
+    OtherTerms,
     PutOut,
-    Refused,
     Round,
     Totals,
     printable,
@@ -184,7 +184,9 @@ class Vitals:
             fault=fault,
             members=len(swarm.peer.view.connected()),
             unreached=tuple(missing),
-            refused=None if refused is None else Refused(refused[0][:PREFIX_BYTES], printable(refused[1], MAX_REASON)),
+            refused=None
+            if refused is None
+            else OtherTerms(refused[0][:PREFIX_BYTES], printable(refused[1], MAX_REASON)),
             cpu_seconds=time.process_time(),
             memory=_memory(),
             lost=tuple(Lost(loss.key[:PREFIX_BYTES], loss.number, loss.coordinated) for loss in lost),

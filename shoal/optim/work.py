@@ -17,7 +17,7 @@ from shoal.flat import grad_of
 from shoal.optim.closures import Closure, NotUsed
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.pieces import Pieces
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.swarm.protocol.loss import Loss
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class Batch(msgspec.Struct, frozen=True):
 class Stepper(Protocol):
     """The state that `Work` steps with the result of a round. See `State`."""
 
-    def step(self, gradients: Any, result: Result) -> None: ...
-    def take_average(self, result: Result) -> None: ...
+    def step(self, gradients: Any, result: StepResult) -> None: ...
+    def take_average(self, result: StepResult) -> None: ...
 
 
 class Loadable(Protocol):
@@ -271,7 +271,7 @@ class Work(ABC):
         """The state is about to change without this rank's contribution, which is kept."""
 
     @abstractmethod
-    def step(self, state: Stepper, result: Result) -> None:
+    def step(self, state: Stepper, result: StepResult) -> None:
         """End an epoch: step the state with the average, and with the options of the result."""
 
     def apply(self, *, used: bool, is_accumulating: bool) -> None:

@@ -55,7 +55,7 @@ class Challenge(msgspec.Struct, tag=0, array_like=True, frozen=True):
     release: Release = ""
 
 
-class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
+class LinkHello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """The dialler's answer.
 
     Attributes:
@@ -154,7 +154,7 @@ class Moved(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """The last message over a link. All later messages come over the link that replaces it."""
 
 
-Said = Challenge | Hello | LinkKept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
+Said = Challenge | LinkHello | LinkKept | Refusal | Taken | Alive | Wanted | Key | Token | Observe | Observed | Moved
 _decoder = msgspec.msgpack.Decoder(Said)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -169,7 +169,7 @@ def decode(payload: memoryview) -> Said:
         said: Said = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a greeting: {error}") from error
-    if isinstance(said, Challenge | Hello):
+    if isinstance(said, Challenge | LinkHello):
         if said.magic != MAGIC:
             raise ValueError(f"it speaks {said.magic!r}, this peer {MAGIC!r}")
         if said.version != VERSION:

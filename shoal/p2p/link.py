@@ -205,7 +205,7 @@ class Link:
     def say_hello(self, instance: bytes, me: PeerID, signature: bytes) -> None:
         """Answers the challenge. `instance` identifies this start of this peer."""
         succeeds = self.succession is Succession.SUCCEEDING
-        self.say(greeting.Hello(greeting.MAGIC, greeting.VERSION, instance, me.key, signature, succeeds, RELEASE))
+        self.say(greeting.LinkHello(greeting.MAGIC, greeting.VERSION, instance, me.key, signature, succeeds, RELEASE))
         self._go_to(Greeting.SAID_HELLO)
 
     # -- as the listener

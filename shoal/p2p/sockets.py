@@ -392,7 +392,7 @@ class SocketTransport(Transport):
             case Link(dialled=False, greeting=Greeting.CHALLENGED), greeting.Observe():
                 host, port = link.address[:2]
                 link.dismiss(greeting.Observed(plain(host), port), "it came to ask from where it comes")
-            case Link(dialled=False, greeting=Greeting.CHALLENGED), greeting.Hello():
+            case Link(dialled=False, greeting=Greeting.CHALLENGED), greeting.LinkHello():
                 self._on_hello(link, said)
             case Link(greeting=Greeting.SAID_HELLO), greeting.LinkKept() if peer is not None:
                 self._on_kept(link, peer)
@@ -425,7 +425,7 @@ class SocketTransport(Transport):
         signed = greeting.signed(self.peer_id, peer, self._instance, link.nonce, link.certificate)
         link.say_hello(self._instance, self.peer_id, self.identity.sign(signed))
 
-    def _on_hello(self, link: Link, hello: greeting.Hello) -> None:
+    def _on_hello(self, link: Link, hello: greeting.LinkHello) -> None:
         peer = PeerID(hello.peer)
         signed = greeting.signed(peer, self.peer_id, hello.instance, link.nonce, self._certificate)
         if not peer.verify(signed, hello.signature):

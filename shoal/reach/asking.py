@@ -14,7 +14,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
-from shoal.reach.finding import LATER, SOON, Finding, Reached, host_of, judge
+from shoal.reach.finding import LATER, SOON, Reached, WayIn, host_of, judge
 from shoal.reach.probe import DIAL_BACK, MAX_ADDRESSES, Answer, probe
 from shoal.reach.words import found
 
@@ -60,7 +60,7 @@ class Asker(ABC):
         """The address that a router says it has mapped for this peer; None if there is none."""
 
     @abstractmethod
-    async def found_out(self, finding: Finding) -> None:
+    async def found_out(self, finding: WayIn) -> None:
         """Called with each finding that differs from the one before."""
 
 
@@ -82,7 +82,7 @@ class Asking:
         self._asker, self._reserve, self._insists, self._rng = asker, reserve, insists, rng
         self._asked_of: list[Multiaddr] = []  # the addresses of the last question
         self._decided = False
-        self.finding = Finding()
+        self.finding = WayIn()
         self.asked: list[str] = []
 
     async def find_out(self) -> None:
@@ -92,7 +92,7 @@ class Asking:
         if finding is not None:
             await self._take_in(finding)
 
-    async def ask(self) -> Finding | None:
+    async def ask(self) -> WayIn | None:
         """The finding from the answers of others; None if nobody can be asked, or if the answers decide nothing."""
         hosts = self._hosts()
         self.asked = list(hosts)[-HOSTS:]
@@ -100,13 +100,13 @@ class Asking:
             return None
         own, mapped = self._asker.own_addresses(latest=True), self._mapped_address()
         self._asked_of = self._to_ask(own, mapped)
-        finding: Finding | None = Finding(Reached.NOBODY)  # the finding if it listens on loopback only
+        finding: WayIn | None = WayIn(Reached.NOBODY)  # the finding if it listens on loopback only
         if self._asked_of:
             finding = await self._ask(list(hosts.values()), self._asked_of, mapped)
         if finding is not None and finding.reached is Reached.NOBODY:
             circuits = await self._reserve()
             if circuits:
-                return Finding(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
+                return WayIn(Reached.RELAYED, tuple(circuits), finding.failed, finding.seen)
         return finding
 
     async def keep_up(self) -> None:
@@ -133,7 +133,7 @@ class Asking:
             reached = Reached.RELAYED if circuits else Reached.NOBODY
             await self._take_in(replace(self.finding, reached=reached, addresses=tuple(circuits)))
 
-    async def _take_in(self, finding: Finding) -> None:
+    async def _take_in(self, finding: WayIn) -> None:
         if finding == self.finding:
             return
         before, self.finding = self.finding, finding
@@ -161,12 +161,12 @@ class Asking:
                 found.setdefault(host_of(source), peer)
         return found
 
-    async def _ask(self, peers: list[PeerID], addresses: list[Multiaddr], mapped: Multiaddr | None) -> Finding | None:
+    async def _ask(self, peers: list[PeerID], addresses: list[Multiaddr], mapped: Multiaddr | None) -> WayIn | None:
         """The common finding of HOSTS hosts, a moment after it is decided. A host that can't answer is replaced by
         another one.
         """
         loop = asyncio.get_running_loop()
-        finding: Finding | None = None
+        finding: WayIn | None = None
         answers: list[Answer] = []
         running: set[asyncio.Task[Answer]] = set()
         num_hosts, until = 0, loop.time() + TIMEOUT

@@ -28,7 +28,7 @@ class Reached(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class WayIn:
     """How others reach this peer.
 
     Attributes:
@@ -63,7 +63,7 @@ def host_of(source: str) -> str:
 
 def judge(
     answers: Collection[Answer], num_hosts: int, own: Collection[Multiaddr], mapped: Multiaddr | None = None
-) -> Finding | None:
+) -> WayIn | None:
     """The common finding from the answers of different hosts.
 
     ENOUGH hosts must agree, and more hosts than say the opposite. If there is only one host to ask, its answer counts,
@@ -93,7 +93,7 @@ def judge(
         if not addresses:
             return None
         reached = Reached.MAPPED if set(addresses) == {mapped} else Reached.PUBLIC
-        return Finding(reached, addresses, failed, origin)
+        return WayIn(reached, addresses, failed, origin)
     if num_no >= enough and num_no > len(yes):
-        return Finding(Reached.NOBODY, (), failed, origin)
+        return WayIn(Reached.NOBODY, (), failed, origin)
     return None

@@ -30,7 +30,7 @@ Joined = TypeVar("Joined", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
-class Waiting(Generic[Connection]):
+class WaitingCircuit(Generic[Connection]):
     """A circuit that waits for its ends.
 
     Attributes:
@@ -55,7 +55,7 @@ class Ledger(Generic[Connection, Joined]):
     def __init__(self, idle_since: Callable[[Joined], float]) -> None:
         self._idle_since = idle_since
         self._reserved: dict[PeerID, tuple[float, str]] = {}  # (until when, from which network)
-        self._waiting: dict[bytes, Waiting[Connection]] = {}
+        self._waiting: dict[bytes, WaitingCircuit[Connection]] = {}
         self._joined: dict[Joined, tuple[PeerID, PeerID]] = {}
         self._of_peer: Counter[PeerID] = Counter()  # circuits, waiting ones included
         self._of_pair: Counter[tuple[PeerID, PeerID]] = Counter()
@@ -102,11 +102,11 @@ class Ledger(Generic[Connection, Joined]):
             if idle is None:
                 whose = f"{CIRCUITS_PER_PEER} circuits of one peer" if full else f"{CIRCUITS} circuits of all peers"
                 raise Refused(f"the limit of {whose} is reached")
-        self._waiting[token] = Waiting(asker, to, network)
+        self._waiting[token] = WaitingCircuit(asker, to, network)
         self._count(asker, to, 1)
         return idle
 
-    def arrive(self, token: bytes, connection: Connection) -> Waiting[Connection] | None:
+    def arrive(self, token: bytes, connection: Connection) -> WaitingCircuit[Connection] | None:
         """A connection has come with a token.
 
         Returns:
@@ -118,10 +118,10 @@ class Ledger(Generic[Connection, Joined]):
             return None
         if waiting.first is None:
             waiting.first = connection
-            return Waiting(waiting.asker, waiting.to, waiting.network)
+            return WaitingCircuit(waiting.asker, waiting.to, waiting.network)
         return self._waiting.pop(token)
 
-    def joined(self, waiting: Waiting[Connection], circuit: Joined) -> None:
+    def joined(self, waiting: WaitingCircuit[Connection], circuit: Joined) -> None:
         """The ends of that circuit have been joined."""
         self._joined[circuit] = waiting.asker, waiting.to
 

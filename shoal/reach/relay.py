@@ -21,7 +21,7 @@ from shoal.p2p.sockets import SocketTransport
 from shoal.reach.finding import host_of
 from shoal.reach.ledger import TOKEN_SECONDS, Ledger
 from shoal.reach.messages import CIRCUIT, RELAY, Circuit, Incoming, Opened, Reserve, Reserved
-from shoal.reach.splice import Circuit as Spliced
+from shoal.reach.splice import Splice as Spliced
 from shoal.reach.splice import Splicer
 
 log = logging.getLogger(__name__)

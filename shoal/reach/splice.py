@@ -47,7 +47,7 @@ class _Direction:
 
     __slots__ = ("circuit", "ended", "inside", "over", "pipe", "queued", "readable", "sink", "source", "writable")
 
-    def __init__(self, circuit: Circuit, source: socket.socket, sink: socket.socket) -> None:
+    def __init__(self, circuit: Splice, source: socket.socket, sink: socket.socket) -> None:
         self.circuit, self.source, self.sink = circuit, source, sink
         self.readable = self.writable = True
         self.pipe: tuple[int, int] | None = None
@@ -55,7 +55,7 @@ class _Direction:
         self.ended = self.over = self.queued = False
 
 
-class Circuit:
+class Splice:
     """Two connections that are joined.
 
     Attributes:
@@ -87,7 +87,7 @@ class Splicer:
         passed: the number of bytes passed over all circuits.
     """
 
-    def __init__(self, rate: float | None, on_over: Callable[[Circuit], None]) -> None:
+    def __init__(self, rate: float | None, on_over: Callable[[Splice], None]) -> None:
         self.passed = 0
         self._limit = Limit(rate)
         self._on_over = on_over
@@ -97,8 +97,8 @@ class Splicer:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._epoll.register(self._wake_in.fileno(), select.EPOLLIN)
-        self._commands: deque[tuple[bool, Circuit]] = deque()  # (whether to add it or to end it, the circuit)
-        self._circuits: set[Circuit] = set()
+        self._commands: deque[tuple[bool, Splice]] = deque()  # (whether to add it or to end it, the circuit)
+        self._circuits: set[Splice] = set()
         # the directions of which it is the source, and the sink
         self._by_descriptor: dict[int, tuple[_Direction, _Direction]] = {}
         self._pipes: list[tuple[int, int]] = []  # empty pipes, for later use
@@ -111,9 +111,9 @@ class Splicer:
         self._thread = threading.Thread(target=self._run, name="shoal-splice", daemon=True)
         self._thread.start()
 
-    def join(self, one: socket.socket, other: socket.socket) -> Circuit:
+    def join(self, one: socket.socket, other: socket.socket) -> Splice:
         """Pass bytes between these two non-blocking connections. The splicer owns them from now on."""
-        circuit = Circuit(one, other)
+        circuit = Splice(one, other)
         if not self._thread.is_alive():  # it has failed and logged the error
             for end in circuit.ends:
                 end.close()
@@ -126,7 +126,7 @@ class Splicer:
         self._tell((True, circuit))
         return circuit
 
-    def end(self, circuit: Circuit) -> None:
+    def end(self, circuit: Splice) -> None:
         """End a circuit."""
         self._tell((False, circuit))
 
@@ -138,7 +138,7 @@ class Splicer:
         self._wake_in.close()
         self._wake_out.close()
 
-    def _tell(self, command: tuple[bool, Circuit]) -> None:
+    def _tell(self, command: tuple[bool, Splice]) -> None:
         self._commands.append(command)
         self._wake()
 
@@ -299,7 +299,7 @@ class Splicer:
         if all(each.over for each in direction.circuit.directions):
             self._end(direction.circuit)
 
-    def _end(self, circuit: Circuit) -> None:
+    def _end(self, circuit: Splice) -> None:
         self._circuits.discard(circuit)
         for end in circuit.ends:
             self._by_descriptor.pop(end.fileno(), None)

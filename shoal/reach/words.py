@@ -7,16 +7,14 @@ from collections.abc import Collection, Sequence
 
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
-from shoal.reach.finding import Finding, Reached
+from shoal.reach.finding import Reached, WayIn
 
 log = logging.getLogger(__name__)
 
 EXAMPLE_PORT = 31337
 
 
-def found(
-    before: Finding, finding: Finding, own: Sequence[Multiaddr], asked: Collection[str], *, insists: bool
-) -> None:
+def found(before: WayIn, finding: WayIn, own: Sequence[Multiaddr], asked: Collection[str], *, insists: bool) -> None:
     """Log a finding in one line: a warning if nobody reaches this peer, and again when somebody does."""
     hosts = ", ".join(asked)
     level = logging.WARNING if before.reached is Reached.NOBODY else logging.INFO
@@ -50,7 +48,7 @@ def found(
             log.log(level, "this peer is reached at %s (asked: %s)", where, hosts)
 
 
-def unreached(finding: Finding, own: Sequence[Multiaddr], hosts: str) -> str:
+def unreached(finding: WayIn, own: Sequence[Multiaddr], hosts: str) -> str:
     """A text that says that nobody reaches a peer, and who has tried where."""
     if own and all(address.is_loopback for address in own):
         where = ", ".join(str(address.with_peer(None)) for address in own)

@@ -143,7 +143,7 @@ class DistributedOptimizer(ShowsGroups):
         for name, owned in places.items():
             parameters = [rrefs[place] for place in owned]
             calls[name] = worker.join, (self._recipe, self._remotes.get(name), number, parameters, options)
-        answers: dict[str, worker.Joined] = call_all(f"adding parameters to {self._name}", calls)
+        answers: dict[str, worker.Added] = call_all(f"adding parameters to {self._name}", calls)
         self._remotes.update({name: answer.remote for name, answer in answers.items()})
         first = next(iter(answers.values()))
         self.defaults.update(first.defaults)

@@ -51,7 +51,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Added:
     """A worker's answer after it has added parameters of a group.
 
     Attributes:
@@ -147,11 +147,11 @@ def join(
     number: int,
     params: Sequence[rpc.RRef[Tensor]],
     options: Options,
-) -> Joined:
+) -> Added:
     """Called by a trainer: `WorkerOptimizer.add_group`, on a new optimizer if there is none yet."""
     optimizer = WorkerOptimizer(recipe) if remote is None else remote.local_value()
     defaults, options = optimizer.add_group(number, [param.local_value() for param in params], options)
-    return Joined(rpc.RRef(optimizer) if remote is None else remote, defaults, options)
+    return Added(rpc.RRef(optimizer) if remote is None else remote, defaults, options)
 
 
 def step(remote: rpc.RRef[WorkerOptimizer], context_id: int, options: dict[int, Options]) -> None:

@@ -15,7 +15,7 @@ GAP = 1e-9
 
 
 @dataclass(slots=True)
-class Link:
+class OneWayLink:
     """The link from one peer to another, in one direction.
 
     Attributes:
@@ -55,7 +55,7 @@ class Lines:
     jitter: float
     out: float
     into: float = math.inf
-    links: dict[bytes, Link] = field(default_factory=dict)
+    links: dict[bytes, OneWayLink] = field(default_factory=dict)
     _out_free: dict[PeerID, float] = field(default_factory=dict)  # when the last large message has passed
     _in_free: dict[PeerID, float] = field(default_factory=dict)
     _own: dict[PeerID, tuple[float | None, float | None]] = field(default_factory=dict)  # rates of single peers

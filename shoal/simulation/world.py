@@ -19,7 +19,7 @@ from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Node
 from shoal.p2p.transport import LostHandler, MessageHandler
 from shoal.simulation.clock import Task, VirtualLoop, owner
-from shoal.simulation.lines import Lines, Link, way
+from shoal.simulation.lines import Lines, OneWayLink, way
 
 EPOCH = 1_700_000_000.0  # the time of the wall clock at virtual time 0, in seconds since 1970
 
@@ -183,7 +183,7 @@ class World:
         ways = [(one, other)] if one_way else [(one, other), (other, one)]
         for source, target in ways:
             self.log(f"{self.name(source)} to {self.name(target)}: {latency:g} s, {bandwidth:g} B/s")
-            self.lines.links[way(source, target)] = Link(latency, bandwidth)
+            self.lines.links[way(source, target)] = OneWayLink(latency, bandwidth)
 
     def unset_link(self, one: PeerID, other: PeerID) -> None:
         """Reset the link between two peers to the values of other links."""

@@ -17,7 +17,7 @@ TOLD_SECONDS = 30.0  # a loss is reported for so long, which is as long as the l
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostMember:
     """A member whose connection ended although it had not said that it leaves.
 
     Attributes:
@@ -58,7 +58,7 @@ class Losses:
     def __init__(self) -> None:
         self.last_out: PutOut | None = None
         self.news = asyncio.Event()
-        self._lost: dict[bytes, tuple[Loss, float]] = {}  # each with the time until which it is reported
+        self._lost: dict[bytes, tuple[LostMember, float]] = {}  # each with the time until which it is reported
         self._count = 0
         self._lead: Leading | None = None
         self._out: set[bytes] = set()  # put out of the round that `_lead` coordinates, and reported
@@ -73,7 +73,7 @@ class Losses:
             fields = {"event": "coordinator lost", "peer": str(peer), "epoch": epoch}
             log.info("the coordinator of epoch %d, %s, is lost", epoch, peer, extra={"shoal": fields})
         self._lost.pop(key, None)
-        self._lost[key] = Loss(key, self._count, coordinated), now + TOLD_SECONDS
+        self._lost[key] = LostMember(key, self._count, coordinated), now + TOLD_SECONDS
         self._count += 1
         if len(self._lost) > MAX_MEMBERS:
             del self._lost[next(iter(self._lost))]
@@ -83,7 +83,7 @@ class Losses:
         """A member has spoken, so it is not lost."""
         self._lost.pop(key, None)
 
-    def told(self, most: int, now: float) -> list[Loss]:
+    def told(self, most: int, now: float) -> list[LostMember]:
         """The members that were lost in the last TOLD_SECONDS; the last `most` of them."""
         while self._lost and next(iter(self._lost.values()))[1] <= now:
             del self._lost[next(iter(self._lost))]

@@ -32,7 +32,7 @@ from shoal.swarm.fetching import Fetching
 from shoal.swarm.gates import gate_of
 from shoal.swarm.loading import Loading
 from shoal.swarm.protocol import messages as msg
-from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Meet, Send
+from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Greet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
@@ -767,7 +767,7 @@ class Swarm:
                 self._stop_fetching(action.round)
                 for carries in (msg.Carries.PART, msg.Carries.RESULT):
                     self.node.transport.cancel(action.round + carries.value)
-            case Meet():
+            case Greet():
                 self.node.spawn(self._meet(action))
 
     def _stop_fetching(self, round_id: bytes) -> None:
@@ -779,7 +779,7 @@ class Swarm:
         self.peer.participant.fetched(action.exchange, failed)
         self._act()
 
-    async def _meet(self, action: Meet) -> None:
+    async def _meet(self, action: Greet) -> None:
         if action.instead_of:
             await self.contacts.meet(action.member)
             self.peer.participant.rejoin(action.instead_of)  # `action.member` may be out of reach

@@ -82,7 +82,7 @@ def transfer_service(name: str, gate: Gate | None = None) -> Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class FrozenState:
     """A state at one moment, in memory that nobody writes to any more.
 
     Attributes:
@@ -100,7 +100,7 @@ class Snapshot:
     codecs: CodecPlan
 
     @classmethod
-    def of(cls, tip: Tip, memory: FlatBuffer, scalars: Any, codecs: CodecPlan) -> Snapshot:
+    def of(cls, tip: Tip, memory: FlatBuffer, scalars: Any, codecs: CodecPlan) -> FrozenState:
         """The state with these tensors and plain data."""
         layout = msgspec.msgpack.encode(memory.layout.to_wire())
         return cls(tip, layout, memory.flat, msgspec.msgpack.encode(scalars), codecs)
@@ -301,7 +301,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def encoded(snapshot: Snapshot) -> EncodedState:
+def encoded(snapshot: FrozenState) -> EncodedState:
     """Encode a snapshot. This encodes and hashes the whole state, so do not call it in the reactor's thread.
 
     Raises:

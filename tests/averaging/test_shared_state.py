@@ -10,18 +10,18 @@ import torch
 
 from shoal.averaging.exchange import plan_of
 from shoal.compression import NoCompression
-from shoal.transfer.donor import Copies, Snapshot
+from shoal.transfer.donor import Copies, FrozenState
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
 from tests.swarm.rounds import TIP
 
 
-def snapshot_of(data: object, tensors: Sequence[torch.Tensor]) -> Snapshot:
+def snapshot_of(data: object, tensors: Sequence[torch.Tensor]) -> FrozenState:
     memory = Copies.of(tensors).memory
-    return Snapshot.of(TIP, memory, data, plan_of(NoCompression(), memory.layout))
+    return FrozenState.of(TIP, memory, data, plan_of(NoCompression(), memory.layout))
 
 
-def downloaded(snapshot: Snapshot, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:
+def downloaded(snapshot: FrozenState, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:
     shapes = tuple(BufferShape(str(b.dtype).removeprefix("torch."), b.numel()) for b in buffers)
     chunks = len(buffers) + 1  # small buffers, and the data
     runs = tuple((shape.numel, 0) for shape in shapes)

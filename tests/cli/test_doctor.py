@@ -16,7 +16,7 @@ from rich.console import Console
 
 import shoal
 from shoal.cli.doctor.command import _row
-from shoal.cli.doctor.finding import Finding, Level
+from shoal.cli.doctor.finding import Check, Level
 from shoal.cli.doctor.peer import _clock, _release, asked_about, look_at_peer
 from shoal.dht.created import CreatedNode
 from shoal.dht.records import get_dht_time
@@ -38,20 +38,18 @@ def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return done.returncode, {one["name"]: one for one in report["findings"]}
 
 
-def look(
-    address: object, run_id: str = "", membership: str | None = None, identity: str | None = None
-) -> list[Finding]:
+def look(address: object, run_id: str = "", membership: str | None = None, identity: str | None = None) -> list[Check]:
     """What it finds at an address."""
     asked = asked_about(str(address), run_id, membership, Path(identity) if identity else None)
     assert asked is not None
 
-    async def all_of_it() -> list[Finding]:
+    async def all_of_it() -> list[Check]:
         return [finding async for finding in look_at_peer(asked)]
 
     return asyncio.run(all_of_it())
 
 
-def of(findings: list[Finding], name: str) -> Finding:
+def of(findings: list[Check], name: str) -> Check:
     return next(finding for finding in findings if finding.name == name)
 
 
@@ -113,7 +111,7 @@ def test_members_that_do_not_go_by_the_same_terms(dht: shoal.DHT) -> None:
 def test_what_others_say_gives_no_orders_to_a_terminal_or_to_who_reads_it() -> None:
     with Path(os.devnull).open("w") as nowhere:
         console = Console(file=nowhere, force_terminal=True, record=True, no_color=True)
-        console.print(_row(Finding("terms", Level.WELL, "all have lr=\x1b[2J\x1b]0;title\x07, too", "\x9b2J")))
+        console.print(_row(Check("terms", Level.WELL, "all have lr=\x1b[2J\x1b]0;title\x07, too", "\x9b2J")))
         text = console.export_text()
     assert "[2J" in text
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
@@ -192,7 +190,7 @@ def test_a_peer_of_another_version(dht: shoal.DHT, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_clock_that_differs(ahead: float, level: Level, says: str) -> None:
-    async def compare() -> Finding:
+    async def compare() -> Check:
         other = await CreatedNode.create(clock=lambda: get_dht_time() + ahead)
         dht = await CreatedNode.create(other.visible_addresses(), client_mode=True)
         try:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shoal.cluster.messages import Bye, Lost
+from shoal.cluster.messages import Bye, LostRank
 from shoal.cluster.ties import ClusterError, Ties, framed, receive
 
 
@@ -20,9 +20,9 @@ def test_others_hear_who_is_lost_before_rank_0_says_goodbye() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ties = ties_of(ours)
-        ties._lost = Lost(2, "killed")
+        ties._lost = LostRank(2, "killed")
         ties.leave()
-        assert [receive(theirs), receive(theirs)] == [Lost(2, "killed"), Bye()]
+        assert [receive(theirs), receive(theirs)] == [LostRank(2, "killed"), Bye()]
 
 
 def test_others_hear_that_a_rank_was_interrupted() -> None:
@@ -69,7 +69,7 @@ def test_a_goodbye_counts_that_was_not_read_when_a_message_could_not_be_sent(
     timer.start()
 
     def exchange() -> None:
-        ties.send(framed(Lost(2, "")))
+        ties.send(framed(LostRank(2, "")))
         ties.hear(1)
 
     with pytest.raises(ClusterError, match=why):

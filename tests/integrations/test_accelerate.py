@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.integrations.accelerate import swarm
-from shoal.integrations.member import Member
+from shoal.integrations.member import Joiner
 from tests.integrations.tiny import inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
@@ -243,8 +243,8 @@ def test_a_state_is_loaded_after_the_training(loop: Loop, tmp_path: Path, cluste
 
 
 def test_a_peer_whose_script_can_not_go_on_leaves_the_run(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[Member] = []
-    monkeypatch.setattr(Member, "leave", lambda member: left.append(member))
+    left: list[Joiner] = []
+    monkeypatch.setattr(Joiner, "leave", lambda member: left.append(member))
     another = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="the scheduler is of a SGD that no shoal"):
         loop.prepare(schedule=lambda _: ExponentialLR(another, gamma=0.5))

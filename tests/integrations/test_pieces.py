@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.cluster.strands import Strands
 from shoal.integrations.accelerate import swarm
-from shoal.integrations.pieces import Pieces
+from shoal.integrations.pieces import PiecesOfRanks
 from tests.integrations.tiny import inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
@@ -103,7 +103,7 @@ def test_it_trains_as_it_would_alone(dht: shoal.DHT, make: Callable[[nn.Module],
 def test_what_it_keeps_is_cut_as_its_parameters_are() -> None:
     model, cluster = Network(), shoal.Cluster(strands=3)
     optimizer = adagrad(model)
-    pieces = Pieces(optimizer, cluster)
+    pieces = PiecesOfRanks(optimizer, cluster)
     strands = Strands(cluster, pieces.params)
     assert pieces.make(strands.params) is optimizer
     kept = [optimizer.state[piece] for piece in optimizer.param_groups[0]["params"]]

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.integrations.member import Member
-from shoal.integrations.ranks import Ranks
-from shoal.integrations.terms import Terms
+from shoal.integrations.member import Joiner
+from shoal.integrations.ranks import LaunchedRanks
+from shoal.integrations.terms import JoinTerms
 
 
 @pytest.mark.parametrize("strands", [1, 4])
@@ -17,8 +17,8 @@ def test_a_state_that_is_given_an_epoch(dht: shoal.DHT, strands: int) -> None:
     """The optimizer is the user's own."""
     made = torch.optim.Adam(nn.Linear(2, 1).parameters())
     called: list[str] = []
-    ranks = Ranks() if strands == 1 else Ranks(shoal.Cluster(strands=strands))
-    member = Member(Terms(dht, f"hooks {strands}", 4, {}), made, None, ranks)
+    ranks = LaunchedRanks() if strands == 1 else LaunchedRanks(shoal.Cluster(strands=strands))
+    member = Joiner(JoinTerms(dht, f"hooks {strands}", 4, {}), made, None, ranks)
     for each in (made, member.optimizer):
         each.register_state_dict_post_hook(lambda *_: called.append("saved"))
         each.register_load_state_dict_pre_hook(lambda *_: called.append("loading"))

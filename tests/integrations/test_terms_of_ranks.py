@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from shoal.integrations.accelerate import swarm
 from shoal.integrations.lightning import ClusterStrategy, SwarmStrategy
-from shoal.integrations.ranks import Ranks
+from shoal.integrations.ranks import LaunchedRanks
 from shoal.integrations.samples import Samples
 from shoal.integrations.terms import refuse_scaler
 from tests.integrations.tiny import inputs
@@ -20,7 +20,7 @@ from tests.integrations.tiny import inputs
 SIZES = [[4, 4, 2], [4, 3, 1]]  # of the batches of each rank in a step
 
 
-class Together(Ranks):
+class Together(LaunchedRanks):
     """A rank of two, which are told what a collective would give."""
 
     def __init__(self, total: int) -> None:
@@ -77,20 +77,20 @@ def test_what_is_no_cluster_of_all_processes_is_refused(dht: shoal.DHT, monkeypa
 def test_a_cluster_has_all_processes_and_no_scaler() -> None:
     part = object.__new__(shoal.Cluster)
     part.rank, part.size, part.strands = 1, 2, 1
-    assert not Ranks.of(part, 2, "a launcher").speaks
+    assert not LaunchedRanks.of(part, 2, "a launcher").speaks
     with pytest.raises(ValueError, match="has 2 of the 1 processes of a launcher"):
-        Ranks.of(part, 1, "a launcher")
+        LaunchedRanks.of(part, 1, "a launcher")
     with pytest.raises(ValueError, match="has 2 of the 4 processes of a launcher, which reduces gradients over all"):
-        Ranks.of(part, 4, "a launcher")
+        LaunchedRanks.of(part, 4, "a launcher")
     refuse_scaler(torch.amp.GradScaler("cpu", enabled=False))
     with pytest.raises(ValueError, match="cluster= takes none yet: train in bf16"):
         refuse_scaler(torch.amp.GradScaler("cpu"))
 
 
 def test_one_process_carries_all_strands_if_there_are_some() -> None:
-    assert Ranks.of(None, 1, "a launcher").cluster is None
-    assert Ranks.of(lambda: shoal.Cluster(strands=1), 1, "a launcher").cluster is None
-    alone = Ranks.of(shoal.Cluster, 1, "a launcher")
+    assert LaunchedRanks.of(None, 1, "a launcher").cluster is None
+    assert LaunchedRanks.of(lambda: shoal.Cluster(strands=1), 1, "a launcher").cluster is None
+    alone = LaunchedRanks.of(shoal.Cluster, 1, "a launcher")
     assert alone.cluster is not None
     assert (alone.cluster.strands, alone.size, alone.speaks) == (8, 1, True)
 

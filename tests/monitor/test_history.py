@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.health.record import FaultKind
-from shoal.monitor.history import EVERY_SECONDS, History
+from shoal.monitor.history import EVERY_SECONDS, RunHistory
 from shoal.monitor.picture import Picture
 from shoal.monitor.snapshot import PeerView, Snapshot
 from shoal.p2p.identity import PeerID
@@ -36,9 +36,9 @@ def later(snapshot: Snapshot, at: float, **differing: Any) -> Snapshot:
 
 def test_it_survives_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "history.sqlite"
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         history.add(replace(snapshot_of(3), at=NOW))
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         history.add(replace(snapshot_of(2, loss=0.25), at=NOW + 10))
         series = history.series(NOW + 11, HOUR)
     assert (series["at"], series["loss"], series["peers"]) == ([NOW, NOW + 10], [0.5, 0.25], [3, 2])
@@ -47,7 +47,7 @@ def test_it_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_old_points_become_fewer_and_stay_right() -> None:
-    with History(":memory:", "my run") as history:
+    with RunHistory(":memory:", "my run") as history:
         one = snapshot_of(2)
         for number in range(0, 3 * HOUR, EVERY_SECONDS):
             history.add(later(one, NOW + number, epoch=number, loss=float(number % 60), samples_per_second=7.0))
@@ -73,7 +73,7 @@ def test_old_points_become_fewer_and_stay_right() -> None:
 def test_a_clock_that_was_ahead_leaves_no_mark(tmp_path: Path) -> None:
     """That of the monitor, which is set right: what comes then is kept, shown, and made fewer as ever."""
     file, one = tmp_path / "history.sqlite", snapshot_of(2)
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         history.add(later(one, NOW + 40 * DAY))
         for number in range(0, 2 * HOUR, EVERY_SECONDS):
             history.add(later(one, NOW + number, loss=1.0))
@@ -86,7 +86,7 @@ def test_a_clock_that_was_ahead_leaves_no_mark(tmp_path: Path) -> None:
 
 
 def test_what_nobody_told_is_a_gap() -> None:
-    with History(":memory:", "my run") as history:
+    with RunHistory(":memory:", "my run") as history:
         history.add(replace(snapshot_of(1, loss=None, last=None), at=NOW))
         history.add(replace(snapshot_of(0), at=NOW + 10))  # nobody is there
         series = history.series(NOW + 20, HOUR)
@@ -95,19 +95,19 @@ def test_what_nobody_told_is_a_gap() -> None:
 
 def test_the_file_of_another_run_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "history.sqlite"
-    History(file, "my run").close()
+    RunHistory(file, "my run").close()
     with pytest.raises(ValueError, match="has the history of the run 'my run', in format 1: name another file"):
-        History(file, "another")
+        RunHistory(file, "another")
 
 
 def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("a text that is longer than nothing" * 100)
     with pytest.raises(ValueError, match="is no history of a run"):
-        History(file, "my run")
+        RunHistory(file, "my run")
     assert file.read_text().startswith("a text")
     with pytest.raises(OSError, match="can't be kept"):
-        History(tmp_path, "my run")
+        RunHistory(tmp_path, "my run")
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_a_day_is_small_whoever_says_how_it_is(tmp_path: Path) -> None:
     """In an open run a stranger may publish records of 64 peers, and ten seconds later of 64 others."""
     file = tmp_path / "history.sqlite"
     one = snapshot_of(64)
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         for number in range(0, DAY, EVERY_SECONDS):
             peers = tuple(replace(peer, name=f"{number}.{index}") for index, peer in enumerate(one.peers))
             history.add(replace(one, at=NOW + number, peers=peers, epoch=number, loss=1 / (1 + number)))
@@ -136,7 +136,7 @@ def test_nothing_is_written_of_a_peer(tmp_path: Path) -> None:
     sizes = []
     for peers in (1, 200):
         folder = tmp_path / str(peers)
-        with History(folder / "history.sqlite", "my run") as history:
+        with RunHistory(folder / "history.sqlite", "my run") as history:
             history.add(replace(snapshot_of(peers), at=NOW))
         sizes.append(size_of(folder))
     assert sizes[0] == sizes[1]
@@ -144,21 +144,21 @@ def test_nothing_is_written_of_a_peer(tmp_path: Path) -> None:
 
 def test_what_earlier_versions_wrote_of_each_peer_is_dropped(tmp_path: Path) -> None:
     file = tmp_path / "history.sqlite"
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         history.add(replace(snapshot_of(3), at=NOW))
     with contextlib.closing(sqlite3.connect(file)) as db, db:
         db.execute("CREATE TABLE peers (peer INTEGER PRIMARY KEY, name TEXT UNIQUE)")
         db.execute("CREATE TABLE points (at INTEGER, peer INTEGER, epoch REAL, PRIMARY KEY (at, peer)) WITHOUT ROWID")
         db.executemany("INSERT INTO points VALUES (?, ?, 1)", [(NOW, number) for number in range(20000)])
     before = size_of(tmp_path)
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         assert history.series(NOW + 1, HOUR)["peers"] == [3]
     assert size_of(tmp_path) < before / 2
 
 
 def test_a_file_that_can_no_longer_be_written_is_an_error_of_the_system(tmp_path: Path) -> None:
     file = tmp_path / "history.sqlite"
-    with History(file, "my run") as history:
+    with RunHistory(file, "my run") as history:
         history.add(replace(snapshot_of(1), at=NOW))
         with contextlib.closing(sqlite3.connect(file)) as other:
             other.execute("DROP TABLE run")

@@ -15,7 +15,7 @@ from shoal.health.record import Fault, FaultKind, Joining, name_of
 from shoal.monitor.findings import BEGINS_SECONDS
 from shoal.monitor.picture import Picture
 from shoal.monitor.snapshot import Snapshot, Standing, Trouble
-from shoal.monitor.top import Losses, screen
+from shoal.monitor.top import LossBars, screen
 from shoal.p2p.identity import Identity
 from tests.health.records import START, WELL, health, posted
 
@@ -37,7 +37,7 @@ def seen(*, members: dict[str, Any], newcomer: dict[str, Any], later: float = 0.
 def drawn(snapshot: Snapshot, width: int = 180) -> str:
     with Path(os.devnull).open("w") as nowhere:
         console = Console(width=width, record=True, file=nowhere)
-        console.print(screen(snapshot, Losses()))
+        console.print(screen(snapshot, LossBars()))
         return console.export_text()
 
 

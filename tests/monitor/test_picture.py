@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.health.board import Posted
-from shoal.health.record import Fault, FaultKind, Lost, PutOut, Refused, Totals, name_of
+from shoal.health.record import Fault, FaultKind, Lost, OtherTerms, PutOut, Totals, name_of
 from shoal.monitor.findings import ALONE_SECONDS, TOLD_SECONDS, UNLIKE_SECONDS
 from shoal.monitor.picture import LATE_SECONDS, Picture
 from shoal.monitor.snapshot import PeerView, Snapshot, Standing, Trouble
@@ -127,14 +127,14 @@ def test_who_is_not_well_is_named(world: World, what: str) -> None:
 
 
 def test_the_difference_of_terms_is_what_others_say_of_it(world: World) -> None:
-    refused = Refused(C.key[:8], "target_batch_size is 64 here, and 32 there")
+    refused = OtherTerms(C.key[:8], "target_batch_size is 64 here, and 32 there")
     world.read(world.post(A, refused=refused), world.post(B), world.post(C, terms=b"other---"))
     assert str(world.view(C).findings[0]) == "has other terms (target_batch_size is 64 here, and 32 there)"
     assert world.snapshot.sentence.count("target_batch_size") == 1
 
 
 def test_who_was_refused_and_says_nothing_is_told_too(world: World) -> None:
-    world.read(world.post(A, refused=Refused(D.key[:8], "optimizer is SGD here, and Adam there")), world.post(B))
+    world.read(world.post(A, refused=OtherTerms(D.key[:8], "optimizer is SGD here, and Adam there")), world.post(B))
     assert "was refused, since it has other terms (optimizer is SGD here, and Adam there)" in world.snapshot.sentence
     assert not world.snapshot.is_well
 
@@ -453,7 +453,7 @@ def test_what_a_peer_answers_to_a_dial_writes_nothing_else_to_a_terminal(world: 
 def test_a_flood_of_refusals_makes_no_long_sentence(world: World) -> None:
     """In an open run anybody may write records, each of which tells of another peer."""
     peers = [Identity(bytes([1, seed]) * 16).peer_id for seed in range(200)]
-    world.read(*(world.post(p, refused=Refused(p.key[8:16], 40 * "long ")) for p in peers))
+    world.read(*(world.post(p, refused=OtherTerms(p.key[8:16], 40 * "long ")) for p in peers))
     assert len(world.snapshot.sentence) < 1200
     assert "and 197 more were refused" in world.snapshot.sentence
 

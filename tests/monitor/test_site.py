@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.monitor import web
-from shoal.monitor.history import EVERY_SECONDS, History
+from shoal.monitor.history import EVERY_SECONDS, RunHistory
 from shoal.monitor.picture import Picture
 from shoal.monitor.snapshot import Snapshot
 from shoal.monitor.web import Site
@@ -38,7 +38,7 @@ def test_an_unexpected_error_is_one_warning_and_the_page_goes_on(
 ) -> None:
     monkeypatch.setattr(web, "LOOK_SECONDS", 0.0)
     watcher: Any = Watching()
-    with History(":memory:", "my run") as history:
+    with RunHistory(":memory:", "my run") as history:
         site = watcher.site = Site(watcher, history)
         asyncio.run(site._keep_looking())
     assert b"nobody in the run" in site._latest
@@ -58,7 +58,7 @@ def test_history_is_kept_on_where_the_clock_is_set_back() -> None:
             return replace(one, at=times.pop(0))
 
     watcher: Any = AtThoseTimes()
-    with History(":memory:", "my run") as history:
+    with RunHistory(":memory:", "my run") as history:
         site = Site(watcher, history)
         while times:
             asyncio.run(site._look())

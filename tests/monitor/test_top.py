@@ -18,7 +18,7 @@ from shoal.health.record import name_of
 from shoal.membership import Part
 from shoal.monitor.picture import Picture
 from shoal.monitor.snapshot import Snapshot
-from shoal.monitor.top import SPARKS, Losses, screen, show
+from shoal.monitor.top import SPARKS, LossBars, screen, show
 from shoal.p2p.identity import Identity
 from shoal.swarm.protocol.view import Role
 from tests.health.records import START, health, mark, posted
@@ -35,7 +35,7 @@ def drawn(width: int = 180, **differing: Any) -> str:
     picture.read([posted(A), posted(B), posted(C, **differing)], 0.0, 0.0, START)
     with Path(os.devnull).open("w") as nowhere:
         console = Console(width=width, record=True, file=nowhere)
-        console.print(screen(picture.snapshot(0.0, START), Losses()))
+        console.print(screen(picture.snapshot(0.0, START), LossBars()))
         return console.export_text()
 
 
@@ -80,7 +80,7 @@ def test_of_a_long_epoch_the_progress_is_shown() -> None:
     picture.read([posted(A, epoch_seconds=60.0)], 0.0, 0.0, START)
     with Path(os.devnull).open("w") as nowhere:
         console = Console(width=180, record=True, file=nowhere)
-        console.print(screen(picture.snapshot(0.0, START), Losses()))
+        console.print(screen(picture.snapshot(0.0, START), LossBars()))
         assert "90 of 100, 50.0 samples a second" in console.export_text()
 
 
@@ -94,7 +94,7 @@ def test_what_peers_say_is_no_markup() -> None:
 
 
 def test_the_losses_are_one_line() -> None:
-    losses, picture = Losses(), Picture("my run")
+    losses, picture = LossBars(), Picture("my run")
     for number, loss in enumerate((3.0, 2.0, 1.0, 1.0)):
         picture.read([posted(A, number=number, epoch=number, loss=loss)], 0.0, 0.0, START)
         for _ in range(2):  # an epoch counts once
@@ -111,7 +111,7 @@ def test_of_many_peers_those_come_first_that_are_not_well() -> None:
         picture.lost(peer, "cut", 0.0, START)
     with Path(os.devnull).open("w") as nowhere:
         console = Console(width=100, record=True, file=nowhere)
-        console.print(screen(picture.snapshot(0.0, START), Losses()))
+        console.print(screen(picture.snapshot(0.0, START), LossBars()))
         text = console.export_text()
     assert len(text.splitlines()) < 50
     assert all(re.search(f"^…{name_of(peer)} lost ", text, re.MULTILINE) for peer in peers[90:])

@@ -17,7 +17,7 @@ from shoal.cluster.ties import MAX_BYTES, framed
 from shoal.compression import NoCompression
 from shoal.optim.donors import MOST_ASKED, Carrier, Carriers, Donors
 from shoal.optim.state import PartState, TrainingState, for_newcomer
-from shoal.optim.transfers import Found
+from shoal.optim.transfers import FoundState
 from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.swarm.protocol.tip import Tip
@@ -192,4 +192,4 @@ def test_what_ranks_tell_each_other_of_donors_has_a_bound() -> None:
     assert Carriers(long, (0, 1)).fits(2)
     assert not Carriers((Carrier(bytes(32), ("x",)), *long), (0, 1)).fits(2)
     said = [Carriers(long, tuple(range(1024)))] * MOST_ASKED
-    assert len(framed(Answered(1, "step", "find a state", msgspec.msgpack.encode(Found(TIP, said))))) < MAX_BYTES
+    assert len(framed(Answered(1, "step", "find a state", msgspec.msgpack.encode(FoundState(TIP, said))))) < MAX_BYTES

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 import shoal
 from shoal.compression import Blockwise4Bit, Float16Compression
 from shoal.flat import holders_of
-from shoal.integrations.terms import Terms
+from shoal.integrations.terms import JoinTerms
 from shoal.optim import drift
 from shoal.optim.drift import Drift, fragments_of, layers_of
 from shoal.optim.exact_norm import norm_of
@@ -547,7 +547,7 @@ def test_a_drift_of_float64_is_clipped_like_any_other(alone: Alone) -> None:
 
 
 def test_a_framework_clips_each_inner_step() -> None:
-    terms = Terms(None, "r", 64, {"outer": shoal.DiLoCo()})  # type: ignore[arg-type]
+    terms = JoinTerms(None, "r", 64, {"outer": shoal.DiLoCo()})  # type: ignore[arg-type]
     assert terms.clips_locally
 
 

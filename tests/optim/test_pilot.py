@@ -14,7 +14,7 @@ import pytest
 from shoal.health.record import FaultKind
 from shoal.optim import pilot as module
 from shoal.optim.hidden_state import FIRST_REST
-from shoal.optim.pilot import Ended, Next, Standing
+from shoal.optim.pilot import Ended, Next, Whereabouts
 from shoal.optim.reports import DownloadReport, EpochReport, ForkReport
 from shoal.optim.result import Cost
 from shoal.p2p.identity import PeerID
@@ -30,13 +30,13 @@ SECOND = FIRST.after(bytes(32), 64.0)
 OTHER = GENESIS.after(bytes(range(32)), 100.0)  # another side, which outranks FIRST
 
 
-def standing(tip: Tip = FIRST, **given: Any) -> Standing:
+def standing(tip: Tip = FIRST, **given: Any) -> Whereabouts:
     line = Line()
     for each in (GENESIS, FIRST, SECOND):
         line.went_to(each)
         if each == tip:
             break
-    return Standing(tip, line, **given)
+    return Whereabouts(tip, line, **given)
 
 
 @pytest.fixture

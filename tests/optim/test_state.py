@@ -16,14 +16,14 @@ from shoal.compression import NoCompression
 from shoal.flat import Layout
 from shoal.optim.state import TrainingState
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import Snapshot, encoded
+from shoal.transfer.donor import FrozenState, encoded
 from shoal.transfer.transfer import Downloaded
 from tests.optim.models import backward, fixed_batch, flat, make_model
 
 TIP = Tip.genesis("run").after(bytes(32), 5.0)
 
 
-def downloaded(snapshot: Snapshot, **scalars: Any) -> Downloaded:
+def downloaded(snapshot: FrozenState, **scalars: Any) -> Downloaded:
     """The snapshot as it arrives; `scalars` are put in place of its own."""
     raw = msgspec.msgpack.decode(snapshot.scalars) | scalars
     given = replace(snapshot, scalars=msgspec.msgpack.encode(raw))

@@ -21,7 +21,7 @@ from shoal.optim import choice
 from shoal.optim import optimizer as of_users
 from shoal.optim.accumulator import in_grad
 from shoal.optim.pieces import Own
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.rounds import InTheRun, Rounds
 from shoal.optim.work import Batch, Stepper, Work
 from tests.optim.in_memory import in_threads
@@ -67,7 +67,7 @@ class Signs(Work):
     def all_vectors(self) -> Sequence[Sequence[Vector]]:
         return [[self._vector]]
 
-    def step(self, state: Stepper, result: Result) -> None:
+    def step(self, state: Stepper, result: StepResult) -> None:
         state.step(in_grad(self._targets, [each.clone() for each in self._vector.outputs.views()]), result)
 
 

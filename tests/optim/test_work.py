@@ -25,7 +25,7 @@ from shoal.optim.grad_averager import AveragerSum
 from shoal.optim.gradients import Gradients
 from shoal.optim.local_steps import LocalSteps
 from shoal.optim.pieces import Pieces
-from shoal.optim.result import Result
+from shoal.optim.result import StepResult
 from shoal.optim.work import Batch, Work
 from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.tip import Tip
@@ -67,12 +67,12 @@ class Steps:
     averages: int = 0
     loaded: list[dict[str, Any]] = field(default_factory=list)
 
-    def step(self, gradients: AbstractContextManager[None], result: Result) -> None:
+    def step(self, gradients: AbstractContextManager[None], result: StepResult) -> None:
         with gradients:
             self.gradients = [None if own.grad is None else own.grad.clone() for own, _ in self.pairs]
             self.optimizer.step()
 
-    def take_average(self, result: Result) -> None:
+    def take_average(self, result: StepResult) -> None:
         self.averages += 1
 
     def load_stepped(self, given: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Made:
         if is_in_background:
             self.work.go_on()
         self.average_alone(epoch)
-        self.work.step(self.state, Result(GENESIS.after(bytes(32), 1.0)))
+        self.work.step(self.state, StepResult(GENESIS.after(bytes(32), 1.0)))
         self.work.apply(used=True, is_accumulating=is_in_background)
         self.work.begin(epoch + 1)
 
@@ -448,7 +448,7 @@ def test_gradients_are_where_they_were_after_the_step(made: Made) -> None:
     made.average_alone()
     own = [each for each, _ in made.state.pairs]
     before = [each.grad for each in own]
-    made.work.step(made.state, Result(GENESIS.after(bytes(32), 1.0)))
+    made.work.step(made.state, StepResult(GENESIS.after(bytes(32), 1.0)))
     assert all(now.grad is was for now, was in zip(own, before, strict=True))
 
 
@@ -459,7 +459,7 @@ def test_an_average_is_scaled_for_the_step(kind: str, made: Made) -> None:
     made.work.freeze()
     made.average_alone()
     for factor in (1.0, 0.25, 1.0):  # the average itself stays
-        made.work.step(made.state, Result(GENESIS.after(bytes(32), 1.0), factor=factor))
+        made.work.step(made.state, StepResult(GENESIS.after(bytes(32), 1.0), factor=factor))
         mean = INNER * 5.0 if is_drift(made) else MEANS.get(kind, 3.25)
         found = made.state.gradients[0]
         assert found is not None
@@ -495,7 +495,7 @@ def test_an_average_without_this_rank_loses_no_drift(made: Made) -> None:
         for flat in vector.outputs.flat:
             flat.zero_()
     made.work.remember()
-    made.work.step(made.state, Result(GENESIS.after(bytes(32), 1.0)))
+    made.work.step(made.state, StepResult(GENESIS.after(bytes(32), 1.0)))
     if made.averager is None:
         made.work.apply(used=False, is_accumulating=False)
         assert made.values == before
@@ -559,7 +559,7 @@ def test_the_last_step_of_an_optimizer_that_was_shut_down(made: Made, used: bool
     made.work.go_on()
     before = made.values
     if used is not None:
-        made.work.step(made.state, Result(GENESIS.after(bytes(32), 1.0)))
+        made.work.step(made.state, StepResult(GENESIS.after(bytes(32), 1.0)))
     stepped = [float(own.detach().view(-1)[0]) for own, _ in made.state.pairs]
     made.work.apply_last(used=used)
     if is_drift(made) and used is None:

@@ -25,7 +25,7 @@ import shoal.p2p.sockets
 from shoal.p2p import frames, greeting, tls
 from shoal.p2p.errors import HandshakeFailed
 from shoal.p2p.frames import FrameKind
-from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, LinkKept
+from shoal.p2p.greeting import MAGIC, VERSION, Challenge, LinkHello, LinkKept
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.link import UNPROVEN_BYTES, Link
 from shoal.p2p.multiaddr import Multiaddr
@@ -92,7 +92,7 @@ class Stranger:
         me, instance = self.identity.peer_id, bytes(8)
         signed = greeting.signed(me, self.listener, instance, nonce, self.certificate)
         fields = {"magic": MAGIC, "version": VERSION, "instance": instance, "peer": me.key}
-        return encode(Hello(**(fields | {"signature": self.identity.sign(signed)} | changed)))
+        return encode(LinkHello(**(fields | {"signature": self.identity.sign(signed)} | changed)))
 
     async def is_over(self) -> bool:
         """Wait for the end."""

@@ -14,7 +14,7 @@ import pytest
 import shoal
 from shoal.p2p import greeting
 from shoal.p2p.errors import PeerUnreachable
-from shoal.p2p.greeting import Challenge, Hello, decode, encode
+from shoal.p2p.greeting import Challenge, LinkHello, decode, encode
 from shoal.p2p.release import MAX_RELEASE, RELEASE, how_to_match
 
 # A DHT of another release, which listens and prints its address until its input ends.
@@ -58,7 +58,7 @@ def test_a_newer_peer_that_dials_hears_so_too() -> None:
     assert INSTALL.format(RELEASE) in done.stderr
 
 
-def later(said: Challenge | Hello, **changed: object) -> memoryview:
+def later(said: Challenge | LinkHello, **changed: object) -> memoryview:
     """As a later version says it, which has further fields."""
     fields = msgspec.to_builtins(msgspec.structs.replace(said, **changed), builtin_types=(bytes,))
     return memoryview(encode([*fields, {"more": [1, 2]}]))
@@ -68,11 +68,11 @@ def later(said: Challenge | Hello, **changed: object) -> memoryview:
     "said",
     [
         Challenge(greeting.MAGIC, greeting.VERSION, bytes(8), bytes(32)),
-        Hello(greeting.MAGIC, greeting.VERSION, bytes(8), bytes(32), bytes(64)),
+        LinkHello(greeting.MAGIC, greeting.VERSION, bytes(8), bytes(32), bytes(64)),
     ],
     ids=lambda said: type(said).__name__,
 )
-def test_a_greeting_with_further_fields_is_read(said: Challenge | Hello) -> None:
+def test_a_greeting_with_further_fields_is_read(said: Challenge | LinkHello) -> None:
     assert decode(later(said, release="0.2.0")) == msgspec.structs.replace(said, release="0.2.0")
     with pytest.raises(ValueError, match=r"version 7 of Shoal's protocol \(Shoal 1\.0rc1\), .*'shoal==1\.0rc1'"):
         decode(later(said, version=7, release="1.0rc1"))

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.p2p.identity import Identity, PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.reach.asking import Asker, Asking, no_relays
-from shoal.reach.finding import Finding, Reached
+from shoal.reach.finding import Reached, WayIn
 
 OWN = Multiaddr("/ip4/192.0.2.1/tcp/31337")
 RELAY = Multiaddr(f"/ip4/203.0.113.7/tcp/31337/p2p/{Identity().peer_id}")
@@ -21,7 +21,7 @@ class Peer(Asker):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.found: list[Finding] = []
+        self.found: list[WayIn] = []
 
     def contacts(self) -> Sequence[PeerID]:
         return []
@@ -32,17 +32,17 @@ class Peer(Asker):
     def mapped_address(self) -> Multiaddr | None:
         return None
 
-    async def found_out(self, finding: Finding) -> None:
+    async def found_out(self, finding: WayIn) -> None:
         self.found.append(finding)
 
 
-def said_of(caplog: Any, *findings: Finding | list[Multiaddr]) -> list[tuple[str, str]]:
+def said_of(caplog: Any, *findings: WayIn | list[Multiaddr]) -> list[tuple[str, str]]:
     """The levels and beginnings of what is said as answers, and addresses at relays, follow each other."""
 
     async def main() -> None:
         asking = Asking(Peer(), no_relays, insists=False, rng=random.Random(0))
         for finding in findings:
-            if isinstance(finding, Finding):
+            if isinstance(finding, WayIn):
                 await asking._take_in(finding)
             else:
                 await asking.led(finding)
@@ -54,7 +54,7 @@ def said_of(caplog: Any, *findings: Finding | list[Multiaddr]) -> list[tuple[str
 
 def test_who_warned_that_nobody_reaches_it_says_when_relays_do_again(caplog):
     circuits = [RELAY.by_relay(Identity().peer_id)]
-    relayed = Finding(Reached.RELAYED, tuple(circuits))
+    relayed = WayIn(Reached.RELAYED, tuple(circuits))
     first, lost, again = said_of(caplog, relayed, [], circuits)
     assert (first[0], lost[0], again[0]) == ("INFO", "WARNING", "WARNING")
     assert f"the relay through which others reach this peer was lost ({RELAY})" in lost[1]
@@ -62,7 +62,7 @@ def test_who_warned_that_nobody_reaches_it_says_when_relays_do_again(caplog):
 
 
 def test_a_client_whom_nobody_reaches_hears_what_it_is_and_when_others_reach_it_at_a_port(caplog):
-    nobody, public = Finding(Reached.NOBODY, (), frozenset([OWN]), "203.0.113.9"), Finding(Reached.PUBLIC, (OWN,))
+    nobody, public = WayIn(Reached.NOBODY, (), frozenset([OWN]), "203.0.113.9"), WayIn(Reached.PUBLIC, (OWN,))
     lost, again = said_of(caplog, nobody, public)
     assert (lost[0], again[0]) == ("WARNING", "WARNING")
     assert "is a client of the DHT, and of the runs that it joins from now on" in lost[1]
@@ -70,11 +70,11 @@ def test_a_client_whom_nobody_reaches_hears_what_it_is_and_when_others_reach_it_
 
 
 def test_that_nobody_reaches_it_is_said_once(caplog):
-    nobody = [Finding(Reached.NOBODY, (), frozenset(at), seen) for at, seen in (([], ""), ([OWN], "203.0.113.9"))]
+    nobody = [WayIn(Reached.NOBODY, (), frozenset(at), seen) for at, seen in (([], ""), ([OWN], "203.0.113.9"))]
     [(level, _)] = said_of(caplog, *nobody, *nobody)
     assert level == "WARNING"
 
 
 def test_other_addresses_are_said(caplog):
-    found = [Finding(Reached.PUBLIC, (Multiaddr(f"/ip4/203.0.113.{number}/tcp/1"),)) for number in (1, 2)]
+    found = [WayIn(Reached.PUBLIC, (Multiaddr(f"/ip4/203.0.113.{number}/tcp/1"),)) for number in (1, 2)]
     assert [level for level, _ in said_of(caplog, *found)] == ["INFO", "INFO"]

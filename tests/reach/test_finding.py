@@ -9,7 +9,7 @@ import pytest
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.reach import words
-from shoal.reach.finding import Finding, Reached, host_of, judge
+from shoal.reach.finding import Reached, WayIn, host_of, judge
 from shoal.reach.probe import Answer
 
 PEER = Identity().peer_id
@@ -64,10 +64,10 @@ def test_an_address_that_only_one_host_names_is_not_announced():
 
 
 def test_what_works_comes_first_and_what_fails_is_not_announced():
-    found = Finding(Reached.PUBLIC, (OUTSIDE,), frozenset({MAPPED}))
+    found = WayIn(Reached.PUBLIC, (OUTSIDE,), frozenset({MAPPED}))
     assert found.announced([LOOPBACK, MAPPED, AT_HOME]) == [OUTSIDE, AT_HOME, LOOPBACK]
-    assert Finding(Reached.NOBODY).announced([LOOPBACK, AT_HOME]) == []
-    assert Finding().announced([AT_HOME, LOOPBACK]) == [AT_HOME, LOOPBACK]
+    assert WayIn(Reached.NOBODY).announced([LOOPBACK, AT_HOME]) == []
+    assert WayIn().announced([AT_HOME, LOOPBACK]) == [AT_HOME, LOOPBACK]
 
 
 def test_a_host_is_one_however_many_ipv6_addresses_it_has():
@@ -75,18 +75,18 @@ def test_a_host_is_one_however_many_ipv6_addresses_it_has():
     assert host_of("52.1.2.3") != host_of("52.1.2.4")
 
 
-@pytest.mark.parametrize("mended", [Finding(Reached.RELAYED, (OUTSIDE,)), Finding(Reached.PUBLIC, (OUTSIDE,))])
+@pytest.mark.parametrize("mended", [WayIn(Reached.RELAYED, (OUTSIDE,)), WayIn(Reached.PUBLIC, (OUTSIDE,))])
 def test_what_was_warned_of_is_said_to_be_over(mended, caplog):
     with caplog.at_level(logging.INFO):
-        words.found(Finding(), mended, [AT_HOME], ["52.1.1.1"], insists=False)
-        words.found(Finding(Reached.NOBODY), mended, [AT_HOME], ["52.1.1.1"], insists=False)
+        words.found(WayIn(), mended, [AT_HOME], ["52.1.1.1"], insists=False)
+        words.found(WayIn(Reached.NOBODY), mended, [AT_HOME], ["52.1.1.1"], insists=False)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
 def test_a_relay_that_is_lost_is_named(caplog):
     relay = Multiaddr("/ip4/52.9.9.9/tcp/7").with_peer(Identity().peer_id)
-    before = Finding(Reached.RELAYED, (relay.by_relay(PEER),))
-    words.found(before, Finding(Reached.NOBODY), [AT_HOME], ["52.1.1.1"], insists=False)
+    before = WayIn(Reached.RELAYED, (relay.by_relay(PEER),))
+    words.found(before, WayIn(Reached.NOBODY), [AT_HOME], ["52.1.1.1"], insists=False)
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert f"was lost ({relay})" in record.getMessage()

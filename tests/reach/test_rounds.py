@@ -15,7 +15,7 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sockets import SocketTransport
 from shoal.reach import punch
-from shoal.reach.finding import Finding, Reached
+from shoal.reach.finding import Reached, WayIn
 from shoal.reach.probe import DialBack
 
 ELEMENTS = 1 << 18
@@ -108,7 +108,7 @@ def test_who_has_lost_its_relay_is_not_taken_for_one_that_is_reached_directly() 
     """All candidates for coordinator are in one order, by what each says of itself: relayed ones last."""
 
     async def lose_relays(_dht: shoal.DHT, node: CreatedNode) -> None:
-        await node.found_out(Finding(Reached.NOBODY))
+        await node.found_out(WayIn(Reached.NOBODY))
 
     with shoal.DHT(start=True, relay=True) as relay, shoal.DHT(relay.get_visible_maddrs(), start=True) as relayed:
         averager = shoal.DecentralizedAverager([torch.zeros(1)], relayed, prefix="run", start=True)

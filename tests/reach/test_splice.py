@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from shoal.reach import splice
-from shoal.reach.splice import Circuit, Splicer
+from shoal.reach.splice import Splice, Splicer
 
 MIB = 1 << 20
 
@@ -23,11 +23,11 @@ class Bed:
     """A splicer, and what it has told."""
 
     def __init__(self, rate: float | None = None) -> None:
-        self.over: list[Circuit] = []
+        self.over: list[Splice] = []
         self.splicer = Splicer(rate, self.over.append)
         self.sockets: list[socket.socket] = []
 
-    def circuit(self) -> tuple[socket.socket, socket.socket, Circuit]:
+    def circuit(self) -> tuple[socket.socket, socket.socket, Splice]:
         """Two ends that are joined, each a TCP connection to the splicer's side."""
         ends, inner = [], []
         with socket.create_server(("127.0.0.1", 0)) as server:

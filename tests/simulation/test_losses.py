@@ -6,12 +6,12 @@ import asyncio
 
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.losses import Loss
+from shoal.swarm.losses import LostMember
 from shoal.swarm.protocol.view import Role
 from tests.simulation.swarms import Board, Peer, spawn_peer, spawn_swarm
 
 
-def told(peer: Peer) -> list[Loss]:
+def told(peer: Peer) -> list[LostMember]:
     return peer.swarm.contacts.losses.told(4, asyncio.get_running_loop().time())
 
 
@@ -33,7 +33,7 @@ def test_all_say_that_the_coordinator_of_their_round_was_lost() -> None:
         others = [peer for peer in peers if peer is not victim]
         await asyncio.gather(*(task for peer, task in zip(peers, rounds, strict=True) if peer is not victim))
         for peer in others:
-            assert told(peer) == [Loss(victim.key, 0, True)]
+            assert told(peer) == [LostMember(victim.key, 0, True)]
 
     run(scenario())
 
@@ -48,7 +48,7 @@ def test_a_killed_client_is_lost_and_one_that_leaves_is_not() -> None:
         world.kill(peers[3].node.peer_id)
         await asyncio.sleep(1.0)
         for node in peers[:2]:
-            assert told(node) == [Loss(peers[3].key, 0, False)]
+            assert told(node) == [LostMember(peers[3].key, 0, False)]
             assert node.swarm.contacts.losses.news.is_set()
 
     run(scenario())

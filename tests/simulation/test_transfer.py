@@ -12,14 +12,14 @@ from shoal.p2p.node import Node
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Snapshot, StateDonor, encoded
+from shoal.transfer.donor import EncodedState, FrozenState, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from shoal.transfer.transfer import Downloaded, download_state
 from tests.codecs import codecs_of
 
 NAME = "state/swarm"
 BUFFERS = [torch.randint(127, (12 * CHUNK_ELEMENTS,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))]
-STATE = Snapshot(Tip(5, bytes(32), 160.0), b"layout", BUFFERS, b"scalars", codecs_of(BUFFERS))
+STATE = FrozenState(Tip(5, bytes(32), 160.0), b"layout", BUFFERS, b"scalars", codecs_of(BUFFERS))
 
 
 async def scenario(seed: int) -> tuple[list[Downloaded], str]:

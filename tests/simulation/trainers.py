@@ -21,7 +21,7 @@ from shoal.swarm.protocol.messages import Begin, Progress
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.sides import Sides
 from shoal.swarm.protocol.tip import Tip
-from shoal.transfer.donor import EncodedState, Offer, Snapshot, StateDonor, encoded
+from shoal.transfer.donor import EncodedState, FrozenState, Offer, StateDonor, encoded
 from shoal.transfer.manifest import CHUNK_ELEMENTS
 from shoal.transfer.transfer import download_state
 from tests.averaging.given import given
@@ -73,7 +73,7 @@ class Trainer:
     def donate(self) -> None:
         async def take() -> EncodedState:
             buffers = [self.state.clone(), self.ballast.clone()]
-            return encoded(Snapshot(self.tip, b"layout", buffers, b"", codecs_of(buffers)))
+            return encoded(FrozenState(self.tip, b"layout", buffers, b"", codecs_of(buffers)))
 
         def offered() -> Offer:
             return Offer(-1.0 if self.is_behind else 0.0, self.line.to_wire())

@@ -23,7 +23,7 @@ import msgspec
 
 from shoal.p2p import frames, greeting, tls
 from shoal.p2p.frames import FrameKind
-from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Hello, Key, LinkKept, Token
+from shoal.p2p.greeting import MAGIC, VERSION, Challenge, Key, LinkHello, LinkKept, Token
 from shoal.p2p.identity import Identity
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.sealing import Header, LaneKeys, Sealer, sealed_bytes, suite_of
@@ -66,7 +66,7 @@ class Stranger:
         me, instance = self.identity.peer_id, os.urandom(8)
         signed = greeting.signed(me, self.victim, instance, challenge.nonce, self.certificate)
         fields = {"magic": MAGIC, "version": VERSION, "instance": instance, "peer": me.key}
-        return encode(Hello(**(fields | {"signature": self.identity.sign(signed)} | changed)))
+        return encode(LinkHello(**(fields | {"signature": self.identity.sign(signed)} | changed)))
 
     async def join(self) -> None:
         """Become a peer of the victim."""

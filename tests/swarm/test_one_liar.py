@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.swarm.protocol.actions import Ask, Meet, Send
+from shoal.swarm.protocol.actions import Ask, Greet, Send
 from shoal.swarm.protocol.book import Book, RuleBroken, root_of
 from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.gathering import Gathering, Until
@@ -618,7 +618,7 @@ def test_elsewhere_makes_nobody_dial_without_end() -> None:
     for number in range(400):
         ghost = Member(number.to_bytes(32), ("/ip4/10.0.0.1/tcp/1",), Role.NODE)
         peer.receive(key(2), Elsewhere(ghost, begin), [], 0.0)
-    assert sum(isinstance(action, Meet) for action in peer.out) <= MAX_HEARSAY
+    assert sum(isinstance(action, Greet) for action in peer.out) <= MAX_HEARSAY
 
 
 def test_one_member_that_joins_calls_no_round() -> None:

@@ -15,7 +15,7 @@ from shoal.swarm.protocol.contribution import Contribution
 from shoal.swarm.protocol.lifetimes import AtTip, InRound
 from shoal.swarm.protocol.loss import Loss, LossKind
 from shoal.swarm.protocol.messages import Begin, Commit, Doubt, Elsewhere, Have, Repair, Source, Survey
-from shoal.swarm.protocol.participant import Participant, State
+from shoal.swarm.protocol.participant import MemberState, Participant
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.silence import Silence
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
@@ -72,7 +72,7 @@ def round_of(participant: Participant) -> InRound:
 
 def has_all(participant: Participant) -> None:
     """Every chunk is here."""
-    participant.state, round_of(participant).done = State.COMPLETE, participant.at.ballot
+    participant.state, round_of(participant).done = MemberState.COMPLETE, participant.at.ballot
 
 
 def survey_of(number: int, coordinator: int, begin: Begin = BEGIN, out: tuple[bytes, ...] = ()) -> Survey:
@@ -96,7 +96,7 @@ def test_a_round_that_it_has_joined_is_followed() -> None:
     assert participant.begin is BEGIN
     assert participant.at.ballot == BEGIN.ballot
     assert participant.at.ballot.number == 1
-    assert participant.state is State.IN_ROUND
+    assert participant.state is MemberState.IN_ROUND
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_successor_is_followed_and_then_its_predecessor_no_more() -> None:
     repair = repair_of(2, 3)
     participant.on_repair(key(3), repair)
     assert round_of(participant).repair is repair
-    assert participant.state is State.IN_ROUND
+    assert participant.state is MemberState.IN_ROUND
 
 
 def test_equal_numbers_are_told_apart_by_their_holder() -> None:
@@ -333,7 +333,7 @@ def test_done_is_said_under_the_ballot_that_is_followed() -> None:
     follow_survey(participant, key(3), survey_of(2, 3))
     assert round_of(participant).done == Ballot(1, key(1)), "a successor must hear under which ballot this was complete"
     participant.on_repair(key(3), repair_of(2, 3))
-    assert participant.state is State.IN_ROUND, "it says DONE again, under the new ballot"
+    assert participant.state is MemberState.IN_ROUND, "it says DONE again, under the new ballot"
 
 
 def test_a_new_round_begins_with_a_clean_sheet() -> None:

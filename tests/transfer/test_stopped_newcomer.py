@@ -14,9 +14,9 @@ from shoal.simulation.world import World
 from shoal.transfer.donor import (
     Chunk,
     EncodedState,
+    FrozenState,
     GetManifest,
     Offer,
-    Snapshot,
     StateDonor,
     encoded,
     transfer_service,
@@ -27,7 +27,7 @@ from tests.transfer.test_transfer import NAME, assert_same, download, snapshot, 
 STATE = snapshot(chunks=24)
 
 
-def donate(nodes: list[Node]) -> tuple[list[Snapshot], list[int]]:
+def donate(nodes: list[Node]) -> tuple[list[FrozenState], list[int]]:
     """All of them serve the state, which is the list's last. Returns that and the epochs of the snapshots taken."""
     states, taken = [STATE], []
 

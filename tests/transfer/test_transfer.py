@@ -24,10 +24,10 @@ from shoal.transfer.donor import (
     KEEP_SECONDS,
     Chunk,
     EncodedState,
+    FrozenState,
     GetChunk,
     GetManifest,
     Offer,
-    Snapshot,
     StateDonor,
     chunk_name,
     encoded,
@@ -40,7 +40,7 @@ from tests.codecs import codecs_of
 NAME = "state/test"
 
 
-def snapshot(epoch: int = 7, chunks: int = 12, codec: Codec | None = None) -> Snapshot:
+def snapshot(epoch: int = 7, chunks: int = 12, codec: Codec | None = None) -> FrozenState:
     """A state of float32, int64 and bool buffers, about `chunks` chunks altogether; the same for the same epoch."""
     generator = torch.Generator().manual_seed(epoch)
     buffers = [
@@ -49,7 +49,7 @@ def snapshot(epoch: int = 7, chunks: int = 12, codec: Codec | None = None) -> Sn
         torch.rand(100, generator=generator) < 0.5,
         torch.empty(0),
     ]
-    return Snapshot(
+    return FrozenState(
         Tip(epoch, bytes([epoch]) * 32, 32.0 * epoch),
         b"layout",
         buffers,
@@ -58,10 +58,10 @@ def snapshot(epoch: int = 7, chunks: int = 12, codec: Codec | None = None) -> Sn
     )
 
 
-def donate(node: Node, state: Snapshot | None = None) -> list[Snapshot]:
+def donate(node: Node, state: FrozenState | None = None) -> list[FrozenState]:
     """Let `node` serve `state`; returns the list of snapshots taken, of which the first entry is what it serves."""
     current = [state or snapshot()]
-    taken: list[Snapshot] = []
+    taken: list[FrozenState] = []
 
     async def take() -> EncodedState:
         await asyncio.sleep(0.1)
@@ -98,7 +98,7 @@ async def download(
     return await download_state(newcomer, NAME, peers, timeout=timeout, rng=random.Random(1), max_nbytes=max_nbytes)
 
 
-def assert_same(result: Downloaded, expected: Snapshot) -> None:
+def assert_same(result: Downloaded, expected: FrozenState) -> None:
     assert result.manifest.tip == expected.tip
     assert result.manifest.layout == expected.layout
     assert result.scalars == expected.scalars
@@ -235,7 +235,7 @@ def test_a_state_that_its_only_donor_sends_drop_by_drop_is_given_up():
 
     async def scenario() -> None:
         buffers = [torch.zeros(1) for _ in range(250)]
-        state = encoded(Snapshot(Tip(7, bytes(32), 7.0), b"layout", buffers, b"", codecs_of(buffers)))
+        state = encoded(FrozenState(Tip(7, bytes(32), 7.0), b"layout", buffers, b"", codecs_of(buffers)))
         newcomer, (donor,) = await swarm(World(3), 1)
         turn = asyncio.Lock()
 
@@ -465,7 +465,7 @@ def test_a_large_state_comes_in_larger_chunks():
     async def scenario() -> None:
         newcomer, (donor,) = await swarm(World(18, bandwidth=1e9), 1)
         state = torch.arange(LARGE_BYTES, dtype=torch.float32)  # four times that in bytes: chunks of 3 MiB
-        large = Snapshot(Tip(1, bytes(32), 1.0), b"", [state], b"", codecs_of([state]))
+        large = FrozenState(Tip(1, bytes(32), 1.0), b"", [state], b"", codecs_of([state]))
         manifest = encoded(large).manifest
         asked: list[int] = []
         most = 0
@@ -499,7 +499,7 @@ def test_the_state_is_one_moments_while_the_donor_trains_on():
             return Tip(epoch, bytes(32), float(epoch))
 
         async def take() -> EncodedState:
-            return encoded(Snapshot(tip(), b"", [parameters.clone()], b"", codecs_of([parameters])))
+            return encoded(FrozenState(tip(), b"", [parameters.clone()], b"", codecs_of([parameters])))
 
         async def trains() -> None:
             nonlocal epoch
@@ -655,13 +655,13 @@ def test_a_state_that_is_not_held_any_more_is_not_queued_either(monkeypatch: pyt
     run(scenario())
 
 
-def payload_of(state: Snapshot, number: int) -> bytes:
+def payload_of(state: FrozenState, number: int) -> bytes:
     return bytes(encoded(state).payloads[number])
 
 
-def floats(chunks: int) -> Snapshot:
+def floats(chunks: int) -> FrozenState:
     buffers = [torch.randn(chunks * CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(1))]
-    return Snapshot(Tip(1, bytes(32), 1.0), b"layout", buffers, b"", codecs_of(buffers, None))
+    return FrozenState(Tip(1, bytes(32), 1.0), b"layout", buffers, b"", codecs_of(buffers, None))
 
 
 def test_a_chunk_that_is_here_is_not_overwritten_by_another_donor_that_was_asked_too() -> None:

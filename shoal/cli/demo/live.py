@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 import shoal
-from shoal.monitor.top import REFRESH_SECONDS, Losses, screen
+from shoal.monitor.top import REFRESH_SECONDS, LossBars, screen
 from shoal.monitor.watcher import Watcher
 
 
@@ -19,7 +19,7 @@ class LiveScreen(ExitStack):
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console, self._losses, self._drawn_at = console, Losses(), 0.0
+        self._console, self._losses, self._drawn_at = console, LossBars(), 0.0
         self._watcher: Watcher | None = None
 
     def open(self, run_id: str, addresses: list[str]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.doctor.finding import Finding, Level
+from shoal.cli.doctor.finding import Check, Level
 from shoal.cli.doctor.machine import look_at_machine
 from shoal.cli.doctor.peer import Asked, look_at_peer
 from shoal.health.record import printable
@@ -44,7 +44,7 @@ def run_doctor(asked: Asked | None, port: int, console: Console, *, as_json: boo
     return 1 if stops else 0
 
 
-async def _all(asked: Asked | None, port: int, console: Console | None) -> list[Finding]:
+async def _all(asked: Asked | None, port: int, console: Console | None) -> list[Check]:
     findings = []
     async for finding in _look(asked, port):
         findings.append(finding)
@@ -53,7 +53,7 @@ async def _all(asked: Asked | None, port: int, console: Console | None) -> list[
     return findings
 
 
-async def _look(asked: Asked | None, port: int) -> AsyncIterator[Finding]:
+async def _look(asked: Asked | None, port: int) -> AsyncIterator[Check]:
     for finding in look_at_machine(port):
         yield finding
     if asked is not None:
@@ -61,7 +61,7 @@ async def _look(asked: Asked | None, port: int) -> AsyncIterator[Finding]:
             yield finding
 
 
-def _row(finding: Finding) -> Table:
+def _row(finding: Check) -> Table:
     word, style = MARKS[finding.level]
     row = Table.grid(padding=(0, 1))
     row.add_column(width=5)
@@ -74,7 +74,7 @@ def _row(finding: Finding) -> Table:
     return row
 
 
-def _summary(findings: list[Finding], stops: list[Finding], asked: Asked | None) -> str:
+def _summary(findings: list[Check], stops: list[Check], asked: Asked | None) -> str:
     if stops:
         return f"Not ready: {', '.join(finding.name for finding in stops)}."
     minded = [finding.name for finding in findings if finding.level is Level.MIND]

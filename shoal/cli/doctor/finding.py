@@ -16,7 +16,7 @@ class Level(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
     """The result of one check.
 
     Attributes:

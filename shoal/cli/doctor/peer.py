@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cli.doctor.finding import Finding, Level
+from shoal.cli.doctor.finding import Check, Level
 from shoal.cli.doctor.reach import look_at_reach
 from shoal.dht.created import CreatedNode
 from shoal.dht.messages import SERVICE as DHT_SERVICE
@@ -78,7 +78,7 @@ def asked_about(address: str | None, run_id: str, membership: str | None, identi
     return Asked(parsed if parsed.relay is None else parsed.of_relay(), run_id, membership, identity)
 
 
-async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:
+async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Check]:
     """Run all checks that need the peer at an address, and those of its run.
 
     Args:
@@ -99,7 +99,7 @@ async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:
     try:
         seconds = time.perf_counter() - began
         found = f"answers, and speaks version {VERSION} of the protocol, as this peer does ({seconds:.2f} s)"
-        yield Finding("peer", Level.WELL, found, "", {"protocol": VERSION, "seconds": seconds})
+        yield Check("peer", Level.WELL, found, "", {"protocol": VERSION, "seconds": seconds})
         assert asked.address.peer_id is not None  # `asked_about` has checked that
         async for finding in _look_at_line(dht, asked.address.peer_id):
             yield finding
@@ -112,7 +112,7 @@ async def look_at_peer(asked: Asked, port: int = 0) -> AsyncIterator[Finding]:
         await dht.shutdown()
 
 
-def _unreachable(address: Multiaddr, error: PeerUnreachable) -> Finding:
+def _unreachable(address: Multiaddr, error: PeerUnreachable) -> Check:
     reason = str(error).rpartition(f"{address}: ")[2]
     if isinstance(error, HandshakeFailed) or "prove to be that peer" in reason:
         advice = "the address is of an earlier start: ask for the present one (`identity_path=` keeps a peer's address)"
@@ -127,13 +127,13 @@ def _unreachable(address: Multiaddr, error: PeerUnreachable) -> Finding:
             "is the peer running, does it listen on an address that others reach (host_maddrs=['/ip4/0.0.0.0/tcp/"
             f"{address.port}']), and do its firewall and router let TCP port {address.port} in?"
         )
-    return Finding("peer", Level.STOPS, f"{address} cannot be dialled: {reason}", advice)
+    return Check("peer", Level.STOPS, f"{address} cannot be dialled: {reason}", advice)
 
 
 # -- the line
 
 
-async def _look_at_line(dht: CreatedNode, peer: PeerID) -> AsyncIterator[Finding]:
+async def _look_at_line(dht: CreatedNode, peer: PeerID) -> AsyncIterator[Check]:
     sender = Sender(True, ())
 
     async def ping(size: int) -> float:
@@ -151,7 +151,7 @@ async def _look_at_line(dht: CreatedNode, peer: PeerID) -> AsyncIterator[Finding
     except (P2PError, TimeoutError) as error:
         reason = str(error) or f"no answer within {TIMEOUT:g} s"
         advice = "the line is very slow or loses much: try another one, or client mode with upload_limit="
-        yield Finding("line", Level.STOPS, f"{reason}", advice)
+        yield Check("line", Level.STOPS, f"{reason}", advice)
         return
     rate = 8 * size / seconds
     found = f"{rate / 1e6:.0f} Mbit/s to that peer, over one connection, {round_trip * 1e3:.1f} ms there and back"
@@ -160,11 +160,11 @@ async def _look_at_line(dht: CreatedNode, peer: PeerID) -> AsyncIterator[Finding
         "a round sends up to twice the bytes of the gradients: choose a codec, as in "
         "grad_compression=shoal.compression.Uniform8BitQuantization(), and a larger target_batch_size"
     )
-    yield Finding("line", Level.MIND if rate < SLOW else Level.WELL, found, advice * (rate < SLOW), facts)
+    yield Check("line", Level.MIND if rate < SLOW else Level.WELL, found, advice * (rate < SLOW), facts)
     yield await _clock(dht, peer)
 
 
-async def _clock(dht: CreatedNode, peer: PeerID) -> Finding:
+async def _clock(dht: CreatedNode, peer: PeerID) -> Check:
     """Compare clocks. The peer is asked to cache several records, and keeps those that have not expired by its clock.
     So they show what its clock says. The records expire by themselves."""
     now, key = get_dht_time(), os.urandom(16)
@@ -174,36 +174,36 @@ async def _clock(dht: CreatedNode, peer: PeerID) -> Finding:
         request = Store(Sender(True, ()), records, cache=True)
         kept = (await dht.node.call(peer, DHT_SERVICE, request, Stored, timeout=TIMEOUT)).kept
     except (P2PError, TimeoutError) as error:
-        return Finding("clock", Level.MIND, f"its clock could not be compared: {error}", "try again in a minute")
+        return Check("clock", Level.MIND, f"its clock could not be compared: {error}", "try again in a minute")
     first = next((offset for offset, is_kept in zip(offsets, kept, strict=False) if is_kept), None)
     before = max((offset for offset in offsets if first is None or offset < first), default=None)
     facts = {"ahead_at_least_seconds": before, "ahead_at_most_seconds": first}
     if before is not None and first is not None and before < 0 < first:
-        return Finding("clock", Level.WELL, "its clock and this machine's are the same, to a second", "", facts)
+        return Check("clock", Level.WELL, "its clock and this machine's are the same, to a second", "", facts)
     ahead = first is None or first > 0
     apart = abs((before if ahead else first) or 0.0)
     found = f"its clock is at least {apart:g} s {'ahead of' if ahead else 'behind'} this machine's"
     if apart < MAX_CLOCK_DIFFERENCE:
-        return Finding("clock", Level.WELL, found, "", facts)
+        return Check("clock", Level.WELL, found, "", facts)
     advice = f"set the clock that is wrong (`timedatectl set-ntp true`): {RECORD_SECONDS:g} s apart, peers do not meet"
-    return Finding("clock", Level.STOPS if apart >= RECORD_SECONDS else Level.MIND, found, advice, facts)
+    return Check("clock", Level.STOPS if apart >= RECORD_SECONDS else Level.MIND, found, advice, facts)
 
 
 # -- the run
 
 
-async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Finding]:
+async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Check]:
     run_id = asked.run_id
     try:
         admit_to(lambda: dht.node, run_id, asked.membership)
         gate = gate_of(dht.node, run_id)
     except ValueError as error:
-        yield Finding("membership", Level.STOPS, str(error), "see docs/guides/closed-runs.md")
+        yield Check("membership", Level.STOPS, str(error), "see docs/guides/closed-runs.md")
         return
     members = [member for member in await DHTDirectory(dht, run_id).read() if member.peer != dht.peer_id]
     if not members:
         advice = "is the run id, letter by letter, that in the others' scripts? Peers are listed once they have begun"
-        yield Finding("run", Level.MIND, f"nobody is listed in {run_id!r}", advice, {"members": []})
+        yield Check("run", Level.MIND, f"nobody is listed in {run_id!r}", advice, {"members": []})
         return
     channel = Channel(dht.node, Service(f"averaging/{run_id}", msg.Message), gate)
     asked_all = await asyncio.gather(*(_meet(channel, member, run_id) for member in members))
@@ -217,17 +217,17 @@ async def _look_at_run(dht: CreatedNode, asked: Asked) -> AsyncIterator[Finding]
         yield _release(releases)
 
 
-def _release(releases: Counter[str]) -> Finding:
+def _release(releases: Counter[str]) -> Check:
     """Compare this release of Shoal with those that members publish. `releases` counts them. A text that is no release
     is shown if there is room, but never used in a command."""
     mine, theirs = RELEASE, [release for release, _ in releases.most_common()]
     shown = f"{', '.join(theirs[:SHOWN_MEMBERS])}{', …' * (len(theirs) > SHOWN_MEMBERS)}"
     found, facts = f"members have Shoal {shown}; here it is {mine}", {"members": theirs, "here": mine}
     if mine in theirs:
-        return Finding("release", Level.WELL, found, "", facts)
+        return Check("release", Level.WELL, found, "", facts)
     wanted = next((release for release in theirs if LIKE_A_RELEASE.fullmatch(release)), None)
     advice = "ask who runs it which release of Shoal it needs" if wanted is None else f"pip install 'shoal=={wanted}'"
-    return Finding("release", Level.MIND, found, advice, facts)
+    return Check("release", Level.MIND, found, advice, facts)
 
 
 async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | str:
@@ -244,7 +244,7 @@ async def _meet(channel: Channel, member: Member, run_id: str) -> msg.Hello | st
         return str(error) or f"no answer within {TIMEOUT:g} s"
 
 
-def _members(answers: dict[Member, msg.Hello | str]) -> Finding:
+def _members(answers: dict[Member, msg.Hello | str]) -> Check:
     clients = sum(member.role is Role.CLIENT for member in answers)
     silent = {m: a for m, a in answers.items() if isinstance(a, str) and m.role is not Role.CLIENT}
     found = f"{len(answers)} members are listed, {clients} of them clients"
@@ -255,7 +255,7 @@ def _members(answers: dict[Member, msg.Hello | str]) -> Finding:
         ]
     }
     if not silent:
-        return Finding("run", Level.WELL, f"{found}; all that can be dialled answer", "", facts)
+        return Check("run", Level.WELL, f"{found}; all that can be dialled answer", "", facts)
     first = [f"{member.peer} ({', '.join(member.addresses)}): {why}" for member, why in silent.items()][:SHOWN_MEMBERS]
     advice = (
         "a peer that is gone stays listed for a minute; a peer that trains needs an open port that this machine "
@@ -263,10 +263,10 @@ def _members(answers: dict[Member, msg.Hello | str]) -> Finding:
     )
     nobody = len(silent) == len(answers) - clients
     found = f"{found}; {len(silent)} do not answer: {'; '.join(first)}"
-    return Finding("run", Level.STOPS if nobody else Level.MIND, found, advice, facts)
+    return Check("run", Level.STOPS if nobody else Level.MIND, found, advice, facts)
 
 
-def _terms(hellos: list[msg.Hello]) -> Finding:
+def _terms(hellos: list[msg.Hello]) -> Check:
     """Compare the options and models of members. The script on this machine must have the same."""
     counted = Counter(tuple(sorted(hello.terms.options.items())) for hello in hellos)
     options = dict(counted.most_common(1)[0][0])
@@ -276,5 +276,5 @@ def _terms(hellos: list[msg.Hello]) -> Finding:
     found = f"epoch {tip.epoch}; all scripts of this run have {shown}"
     if len(counted) > 1 or len({hello.terms.schema for hello in hellos}) > 1:
         advice = "members with different options or models do not train together: make the scripts equal"
-        return Finding("terms", Level.MIND, f"{found}; not all members agree", advice, facts)
-    return Finding("terms", Level.WELL, found, "", facts)
+        return Check("terms", Level.MIND, f"{found}; not all members agree", advice, facts)
+    return Check("terms", Level.WELL, found, "", facts)

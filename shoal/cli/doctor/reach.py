@@ -7,14 +7,14 @@ import ipaddress
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from shoal.cli.doctor.finding import Finding, Level
+from shoal.cli.doctor.finding import Check, Level
 from shoal.dht.created import CreatedNode
 from shoal.p2p.identity import PeerID
 from shoal.p2p.interfaces import is_host_of_this_machine
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.reach.asking import Asker, Asking
-from shoal.reach.finding import Finding as Found
 from shoal.reach.finding import Reached, host_of
+from shoal.reach.finding import WayIn as Found
 from shoal.reach.mapper import MappingFailed
 from shoal.reach.natpmp import NatPmp
 from shoal.reach.portmap import TIMEOUT
@@ -48,7 +48,7 @@ class _Onlooker(Asker):
         pass
 
 
-async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> AsyncIterator[Finding]:
+async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> AsyncIterator[Check]:
     """Ask other peers how they see this machine.
 
     Args:
@@ -67,7 +67,7 @@ async def look_at_reach(dht: CreatedNode, address: Multiaddr, port: int) -> Asyn
         yield await _mapping(reached.facts["port"])
 
 
-async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Finding:
+async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Check:
     """Find the kind of router by asking one peer at each host, the given one first."""
     by_host = {host_of(source): address}
     for peer in dht.contacts():
@@ -79,21 +79,21 @@ async def _router(dht: CreatedNode, address: Multiaddr, source: str) -> Finding:
     kind = kind_of(observations)
     facts = {"kind": kind.value, "seen_from": observations[0].host if observations else ""}
     if kind is not Router.UNKNOWN:
-        return Finding("router", Level.WELL, f"{KINDS[kind]} (asked: {', '.join(by_host)})", "", facts)
+        return Check("router", Level.WELL, f"{KINDS[kind]} (asked: {', '.join(by_host)})", "", facts)
     if not observations:
         advice = "install the same version of Shoal on both machines"
-        return Finding("router", Level.MIND, "not known: that peer does not say what it sees", advice, facts)
+        return Check("router", Level.MIND, "not known: that peer does not say what it sees", advice, facts)
     found = f"this machine is behind a router at {observations[0].host}, whose kind is not known"
     advice = "ask again when nodes at two hosts are in the swarm: one sees only that there is a router"
-    return Finding("router", Level.MIND, found, advice, facts)
+    return Check("router", Level.MIND, found, advice, facts)
 
 
-async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
+async def _reached(dht: CreatedNode, source: str, port: int) -> Check:
     try:
         everywhere = "/ip4/0.0.0.0" if _family(source) == 4 else "/ip6/::"
         await dht.node.listen(Multiaddr(f"{everywhere}/tcp/{port}"))
     except OSError as error:
-        return Finding("reach", Level.MIND, f"others were not asked: {error}", "end what listens there, and ask again")
+        return Check("reach", Level.MIND, f"others were not asked: {error}", "end what listens there, and ask again")
 
     asking = Asking(_Onlooker(dht), dht.circuits.reserve, insists=False, rng=random.Random())
     found = await asking.ask()
@@ -102,25 +102,25 @@ async def _reached(dht: CreatedNode, source: str, port: int) -> Finding:
     facts = {"reached": found.reached.name.lower() if found else "unknown", "port": tried, "asked": asking.asked}
     if found is None:
         advice = "ask again with another ADDRESS, or when there are more nodes in the swarm"
-        return Finding(
+        return Check(
             "reach", Level.MIND, f"not known: those asked ({hosts}) do not agree, or are silent", advice, facts
         )
     if found.reached is Reached.NOBODY:
         part = "it would take part through a relay, if it knows one, or as a client"
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}): {part}"
-        return Finding("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
+        return Check("reach", Level.MIND, text, ways_out(dht.own_addresses(), found.seen), facts)
     if found.reached is Reached.RELAYED:
         by = ", ".join(str(address.of_relay()) for address in found.addresses)
         text = f"nobody reaches TCP port {tried} of this machine (asked: {hosts}), but through a relay: {by}"
         advice = f"nothing needs to change. To spare the relay: {open_port(dht.own_addresses(), found.seen)}"
-        return Finding("reach", Level.WELL, text, advice, facts)
+        return Check("reach", Level.WELL, text, advice, facts)
     where = ", ".join(str(address.with_peer(None)) for address in found.addresses)
     facts["addresses"] = [str(address.with_peer(None)) for address in found.addresses]
     advice = f"DHT(host_maddrs=['{everywhere}/tcp/{tried}'])"
-    return Finding("reach", Level.WELL, f"others reach this machine at {where} (asked: {hosts})", advice, facts)
+    return Check("reach", Level.WELL, f"others reach this machine at {where} (asked: {hosts})", advice, facts)
 
 
-async def _mapping(port: int) -> Finding:
+async def _mapping(port: int) -> Check:
     """Check whether the router would map a port. It is not asked to do so."""
     reasons = []
     for mapper in (NatPmp(), Upnp()):
@@ -132,10 +132,10 @@ async def _mapping(port: int) -> Finding:
         else:
             found = f"the router maps ports by {mapper.name}, to its address {host}"
             advice = f"DHT(host_maddrs=['/ip4/0.0.0.0/tcp/{port}'], port_mapping=True)"
-            return Finding("port mapping", Level.WELL, found, advice, {"protocol": mapper.name, "address": host})
+            return Check("port mapping", Level.WELL, found, advice, {"protocol": mapper.name, "address": host})
     found = f"the router maps no ports ({'; '.join(reasons)})"
     advice = "switch on UPnP or NAT-PMP in the router, for DHT(port_mapping=True)"
-    return Finding("port mapping", Level.MIND, found, advice, {"protocol": ""})
+    return Check("port mapping", Level.MIND, found, advice, {"protocol": ""})
 
 
 def _family(host: str) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from shoal.membership import ClosedRun, OwnerKey, Pin, Revocations
 from shoal.membership.pin import PIN
 from shoal.membership.revocations import REVOCATIONS
-from shoal.membership.signed import Kind, Statement
+from shoal.membership.signed import Statement, StatementKind
 
 S = TypeVar("S", bound=Statement)
 DEFAULT_FOLDER = Path("~/.config/shoal/keys")
@@ -93,5 +93,5 @@ def read_line(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _statement(path: Path, kind: Kind[S], run: ClosedRun) -> S | None:
+def _statement(path: Path, kind: StatementKind[S], run: ClosedRun) -> S | None:
     return kind.read(read_line(path), run) if path.exists() else None

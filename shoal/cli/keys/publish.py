@@ -12,7 +12,7 @@ from shoal.dht.records import get_dht_time
 from shoal.membership import ClosedRun, OwnerKey
 from shoal.membership.pin import PIN
 from shoal.membership.revocations import REVOCATIONS
-from shoal.membership.signed import Kind
+from shoal.membership.signed import StatementKind
 from shoal.swarm.owners_words import OWNER_SECONDS, Words, publish_words, words_key
 
 
@@ -48,7 +48,7 @@ async def _publish(key: OwnerKey, initial_peers: list[str], words: Words) -> boo
         await dht.shutdown()
 
 
-def _newest(kind: Kind, run: ClosedRun, mine: str, there: str) -> str:  # type: ignore[type-arg]
+def _newest(kind: StatementKind, run: ClosedRun, mine: str, there: str) -> str:  # type: ignore[type-arg]
     """The newer of two statements. The second may be invalid, since anybody may have written it."""
     try:
         number = kind.read(there, run).number

@@ -55,7 +55,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class Greet:
     """Exchange HELLO with this member, which may be the coordinator. If `instead_of` is given, that peer has said that
     the member coordinates in its place."""
 
@@ -63,4 +63,4 @@ class Meet:
     instead_of: bytes = b""
 
 
-Action = Send | Ask | Enter | FetchChunks | Cancel | Meet
+Action = Send | Ask | Enter | FetchChunks | Cancel | Greet

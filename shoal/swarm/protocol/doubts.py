@@ -10,7 +10,7 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.deadlines import ANSWER_SECONDS, BEGIN_SLACK_SECONDS, CALL_SECONDS, Deadlines, Duty
 from shoal.swarm.protocol.history import LEAP, History
-from shoal.swarm.protocol.participant import Participant, State
+from shoal.swarm.protocol.participant import MemberState, Participant
 from shoal.swarm.protocol.rules import Rules
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Doubts:
             deadlines.owed(coordinator, Duty.DECIDE, stands_since)
         if not is_in_round and self.is_due() and not participant.at.called:
             deadlines.owed(coordinator, Duty.CALL, now)
-        if not is_in_round and (participant.state is not State.JOINED or not self._are_enough_here()):
+        if not is_in_round and (participant.state is not MemberState.JOINED or not self._are_enough_here()):
             deadlines.done(coordinator, Duty.BEGIN)
         elif now < self._history.newcomers.told_until:  # its time begins when that is over
             deadlines.done(coordinator, Duty.BEGIN)

@@ -40,7 +40,7 @@ MOST_UNUSED = 2  # BEGINs of one coordinator at one tip that this peer's input d
 MAX_SIGNERS = 256  # signers that are no members and whose BEGINs are remembered
 
 
-class State(Enum):
+class MemberState(Enum):
     """The state of a member at its tip. From every state, a COMMIT whose result the member has leads to IDLE at the
     next tip, and a download to IDLE or WAITING at another tip."""
 
@@ -69,7 +69,7 @@ class Participant:
         redo: the redo log.
 
     Attributes:
-        state: see `State`.
+        state: see `MemberState`.
         at: what holds at its tip; replaced by `move`.
         round: what holds in the round that it is in; None in no round. Replaced by `_be_in`.
         given: its input; replaced by `_take`.
@@ -87,7 +87,7 @@ class Participant:
         self.signer, self.redo = signer, redo
         self.view, self.terms, self.silence, self._out = view, terms, silence, out
         self.me = view.me.key
-        self.state = State.IDLE
+        self.state = MemberState.IDLE
         self.at = AtTip(tip)
         self.round: InRound | None = None
         self.given = OfInput()
@@ -180,7 +180,7 @@ class Participant:
                 # It has taken the round over, and a successor cannot coordinate a round in which it is no member.
                 others = [member.key for member in begin.members if member.key != self.me]
                 self._send(others, msg.Broken(begin.round, self.me, False, "it has given the round up"))
-        elif self.state is State.JOINED:
+        elif self.state is MemberState.JOINED:
             self._send([self.joined], msg.Unjoin())
         self._take(OfInput(finished=self.given.finished))
 
@@ -211,7 +211,7 @@ class Participant:
                 raise Behind(f"the swarm is at epoch {behind.epoch}, this peer at {self.at.tip.epoch}")
             self.move(behind)
         coordinator = self.coordinator()
-        if self.state is not State.JOINED or self.joined != coordinator.key:
+        if self.state is not MemberState.JOINED or self.joined != coordinator.key:
             self._join(coordinator)
         return None
 
@@ -223,7 +223,7 @@ class Participant:
             self.at.tip, self.view.me, self.terms, given.weight, given.machine, given.state, self.at.ballot.number,
             given.patience, news, given.options, self.given.rates, given.loss, given.average,
         )  # fmt: skip
-        self.state, self.joined = State.JOINED, coordinator.key
+        self.state, self.joined = MemberState.JOINED, coordinator.key
         self.at.asked[coordinator.key] = None
         self._out.append(Ask((coordinator.key,), join, [given.gathered] if given.gathered else []))
 
@@ -233,8 +233,8 @@ class Participant:
 
     def rejoin(self, key: bytes | None = None) -> None:
         """Join again: the JOIN is void, if there is one. With `key`, only a JOIN at that coordinator is void."""
-        if self.state is State.JOINED and key in (None, self.joined):
-            self.state = State.WAITING
+        if self.state is MemberState.JOINED and key in (None, self.joined):
+            self.state = MemberState.WAITING
 
     def refused(self, key: bytes, reason: str) -> bool:
         """That coordinator refuses this peer.
@@ -355,7 +355,7 @@ class Participant:
             if ballot > self.at.ballot:
                 if round.followed is not None and round.followed.ballot.coordinator != sender:
                     round.earlier = round.followed
-                round.followed, self.state = message, State.SURVEYED
+                round.followed, self.state = message, MemberState.SURVEYED
         else:
             require(ballot == self.at.ballot, "a repair without a survey")
             check_repair(round.begin, message)
@@ -428,7 +428,7 @@ class Participant:
         self._forget(self._last)  # the new round writes to its memory
         self._last = None
         self._be_in(InRound(begin, exchange, gathered, now, Witnesses(self.me)))
-        self.state = State.IN_ROUND
+        self.state = MemberState.IN_ROUND
         self.at.first_begun.setdefault(begin.ballot.coordinator, now)
         self._out.append(Enter(begin))
 
@@ -492,14 +492,14 @@ class Participant:
         self.given.early.keep(sender, message, buffers)
 
     def _check_done(self) -> None:
-        if self.round is None or self.state is not State.IN_ROUND:
+        if self.round is None or self.state is not MemberState.IN_ROUND:
             return
         book, ballot = self.round.exchange.book, self.at.ballot
         if book.complete:
-            self.state, self.round.done = State.COMPLETE, ballot
+            self.state, self.round.done = MemberState.COMPLETE, ballot
             self._send([ballot.coordinator], msg.Done(book.begin.round, ballot, book.root()))
         elif book.lacks_only_parted:
-            self.state = State.COMPLETE
+            self.state = MemberState.COMPLETE
             self._send([ballot.coordinator], msg.Done(book.begin.round, ballot, b"", waits=True))
 
     def on_survey(
@@ -536,7 +536,7 @@ class Participant:
     def on_repair(self, sender: bytes, repair: msg.Repair) -> msg.Follows:
         """A coordinator says where chunks come from now. Raises RuleBroken if this peer must not follow it."""
         round = self._follow(sender, repair)
-        round.repair, self.state = repair, State.IN_ROUND
+        round.repair, self.state = repair, MemberState.IN_ROUND
         self._out.append(FetchChunks(round.exchange, round.exchange.repair(repair)))
         self._follow_plan(repair.round)
         return msg.Follows(repair.ballot)
@@ -672,11 +672,11 @@ class Participant:
     def _rest(self) -> None:
         """Set the state between rounds."""
         if self.at.missed is not None:
-            self.state = State.MISSED
+            self.state = MemberState.MISSED
         elif self.given.input is None or self.given.finished is not None:
-            self.state = State.IDLE
+            self.state = MemberState.IDLE
         else:
-            self.state = State.WAITING
+            self.state = MemberState.WAITING
 
     def _forget(self, exchange: BytesExchange | None) -> None:
         if exchange is not None:

@@ -14,7 +14,7 @@ from shoal.p2p.errors import Refused
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer
 from shoal.swarm.protocol import messages as msg
-from shoal.swarm.protocol.actions import Action, Meet, Send
+from shoal.swarm.protocol.actions import Action, Greet, Send
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, decode_gathered
 from shoal.swarm.protocol.doubts import COMPLAINT_SECONDS, Doubts
@@ -22,7 +22,7 @@ from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.gathering import Gathering, Until
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.leading import NOTICE_SECONDS, Leading, Phase
-from shoal.swarm.protocol.participant import Participant, State
+from shoal.swarm.protocol.participant import MemberState, Participant
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -299,7 +299,7 @@ class Peer:
         coordinator = elsewhere.coordinator
         is_known = self.view.is_known(coordinator.key) or self.view.has_met(coordinator.key)
         if is_known or self.view.hear(sender, [coordinator], now):  # `hear` limits how many members a sender can name
-            self.out.append(Meet(coordinator, instead_of=sender))
+            self.out.append(Greet(coordinator, instead_of=sender))
 
     # -- states
 
@@ -481,12 +481,12 @@ class Peer:
             if in_it.key != sender:
                 self._send([sender], msg.Elsewhere(in_it, participant.begin))
         elif participant.coordinator().key == sender:
-            if participant.state is State.JOINED:
+            if participant.state is MemberState.JOINED:
                 self.newcomers.told(call.seconds, now)
             self.is_called()
         elif sender in self.view.members:
             # One of the two knows a member that the other does not know, so they exchange HELLO.
-            self.out.append(Meet(self.view.members[sender]))
+            self.out.append(Greet(self.view.members[sender]))
 
     def is_called(self) -> None:
         """The coordinator has called the round of this tip."""
@@ -890,7 +890,7 @@ class Peer:
             return list(lead.expected)
         if participant.begin is not None:
             return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
-        return [participant.joined] if participant.state is State.JOINED else []
+        return [participant.joined] if participant.state is MemberState.JOINED else []
 
     def _next_in_turn(self, now: float) -> list[bytes]:
         """A few members of the round, to be asked whether it makes progress there, if it makes none here."""
