@@ -18,6 +18,7 @@ import pytest
 
 import shoal
 from shoal.swarm.protocol import peer as protocol_peer
+from tests.forked import SETTLE_SECONDS
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 from tests.optim.closed_runs import Club
 
@@ -26,7 +27,6 @@ hypothesis.settings.register_profile("shoal", deadline=None)
 hypothesis.settings.load_profile("shoal")
 
 
-SETTLE_SECONDS = protocol_peer.SETTLE_SECONDS
 protocol_peer.SETTLE_SECONDS = 0.0  # of tests and of the processes that they fork, see forked.py
 
 
