@@ -19,6 +19,7 @@ import pytest
 import shoal
 from shoal.swarm.protocol import peer as protocol_peer
 from tests.few_cases import mark_the_others
+from tests.forked import SETTLE_SECONDS
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 from tests.optim.closed_runs import Club
 
@@ -27,7 +28,6 @@ hypothesis.settings.register_profile("shoal", deadline=None)
 hypothesis.settings.load_profile("shoal")
 
 
-SETTLE_SECONDS = protocol_peer.SETTLE_SECONDS
 protocol_peer.SETTLE_SECONDS = 0.0  # of tests and of the processes that they fork, see forked.py
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from shoal.swarm.protocol import peer as protocol_peer
 
 ROOT = Path(__file__).parents[1]
+SETTLE_SECONDS = protocol_peer.SETTLE_SECONDS  # as users have it: imported before conftest.py changes it
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The first also because an optimizer imports it in its first step. None of them starts a thread.

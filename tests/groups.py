@@ -30,7 +30,8 @@ def in_group(
         meet(ranks, folder / "store")
         found = ask_all(ranks, GroupRank.call, function.__module__, function.__name__, list(args), kwargs)
         ask_all(ranks, GroupRank.leave)
-        assert [rank.leave() for rank in ranks] == [0] * size
+        for rank in ranks:
+            rank.leave()  # not how: torch's gloo now and then aborts while the interpreter goes down
         return found
     finally:
         for number, rank in enumerate(ranks):

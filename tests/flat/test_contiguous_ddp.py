@@ -6,7 +6,6 @@ Both models' gradients are reduced by DDP in the same buckets, so they are equal
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, distributed, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.flat import ContiguousParams
-from tests.forked import ForkedProcess
+from tests.groups import in_group
 
 CASES = [
     {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
@@ -26,20 +25,7 @@ CASES = [
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
 def test_it_trains_as_without_flat_memory(tmp_path: Path) -> None:
-    logs = [tmp_path / f"log {rank}" for rank in range(2)]
-    workers = [
-        ForkedProcess("tests.flat.test_contiguous_ddp", str(rank), str(tmp_path / "store"), log=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for worker, log in zip(workers, logs, strict=True):
-            worker.wait(100)
-            # Not the exit code: after all is said, torch's gloo now and then aborts while the interpreter goes down.
-            assert log.read_text().splitlines().count("equal") == len(CASES) + 1, log.read_text()
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    in_group(2, tmp_path, train_all)
 
 
 class Layers(nn.Module):
@@ -90,13 +76,7 @@ def train(rank: int, case: dict[str, bool], wrap_first: bool = False) -> None:
         parameters.assert_buffer_is_valid()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-    for each in CASES:
-        train(int(sys.argv[1]), each)
-        print("equal", flush=True)
-    train(int(sys.argv[1]), CASES[-1], wrap_first=True)
-    print("equal", flush=True)
-    distributed.barrier()  # one that leaves while the other is still in its last collective can crash it
-    distributed.destroy_process_group()
+def train_all() -> None:
+    for case in CASES:
+        train(distributed.get_rank(), case)
+    train(distributed.get_rank(), CASES[-1], wrap_first=True)

@@ -170,7 +170,8 @@ def test_a_better_state_that_nobody_has_any_more_is_forgotten(pair: list[shoal.O
 
 @pytest.mark.long
 def test_one_goes_on_while_the_others_hang(pool: Pool) -> None:
-    with training(pool, 3, optimizer="adamw", averaging_timeout=4.0, next_chunk_timeout=2.0) as peers:
+    timeouts = {"averaging_timeout": 4.0, "next_chunk_timeout": 2.0, "awaits_others": True}
+    with training(pool, 3, optimizer="adamw", **timeouts) as peers:
         last, *others = peers.all
         ask_all(peers.all, Training.train, batch=16, pause=0.03)
         wait_until(lambda: len(events(last)) >= 3)

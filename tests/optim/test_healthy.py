@@ -30,7 +30,7 @@ def test_a_healthy_run_has_no_fallback_no_download_and_no_long_epoch(pool: Pool)
 
 @pytest.mark.long
 def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_a_download(pool: Pool) -> None:
-    timeouts = {"averaging_timeout": 20.0, "next_chunk_timeout": 4.0, "matchmaking_time": 4.0}
+    timeouts = {"averaging_timeout": 20.0, "next_chunk_timeout": 4.0, "matchmaking_time": 4.0, "awaits_others": True}
     with training(pool, 3, optimizer="adamw", target=48, **timeouts) as peers:
         *others, still = peers.all
         ask_all(peers.all, Training.train, batch=8, pause=0.05)
@@ -58,7 +58,8 @@ def test_a_peer_that_stood_still_costs_the_others_the_time_to_notice_and_itself_
 @pytest.mark.long
 def test_a_peer_that_stood_still_between_two_rounds_does_not_go_on_alone(pool: Pool) -> None:
     """It finds all its connections closed when it wakes, and has enough samples for an epoch of its own at once."""
-    with training(pool, 3, optimizer="adamw", target=48, next_chunk_timeout=2.0, matchmaking_time=2.0) as peers:
+    timeouts = {"next_chunk_timeout": 2.0, "matchmaking_time": 2.0, "awaits_others": True}
+    with training(pool, 3, optimizer="adamw", target=48, **timeouts) as peers:
         *others, still = peers.all
         ask_all(peers.all, Training.train, batch=8, pause=0.05)
         wait_until(lambda: len(events(still)) >= 3)

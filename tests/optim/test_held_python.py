@@ -17,7 +17,7 @@ HELD_SECONDS = 10.0
 
 @pytest.mark.parametrize("who", ["the coordinator", pytest.param("another", marks=only_in_soak)])
 def test_all_epochs_are_made_together(pool: Pool, who: str) -> None:
-    with training(pool, 3, optimizer="adamw", target=64) as peers:
+    with training(pool, 3, optimizer="adamw", target=64, awaits_others=True) as peers:
         ask_all(peers.all, Training.train, batch=8, pause=0.03)
         wait_until(lambda: all(sum(e.get("peers") == 3 for e in events(peer)) >= 3 for peer in peers.all))
         coordinator = peers.all[0].ask(Training.coordinator)

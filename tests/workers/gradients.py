@@ -10,6 +10,8 @@ from torch import nn
 import shoal
 from shoal.averaging.control import StepControl
 from shoal.optim.power_sgd_averager import _Step
+from shoal.swarm.protocol import peer as protocol_peer
+from tests.forked import SETTLE_SECONDS
 from tests.telling import die
 from tests.workers.digests import digest_of
 
@@ -27,6 +29,7 @@ class Gradients:
     """The averager; of PowerSGD, if `options` have a rank."""
 
     def __init__(self, initial_peers: list[str], options: dict[str, Any]) -> None:
+        protocol_peer.SETTLE_SECONDS = SETTLE_SECONDS  # group bits make a run: its first round is of all
         self.dht = shoal.DHT(initial_peers, start=True)
         self._parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         make = shoal.PowerSGDGradientAverager if "averager_rank" in options else shoal.GradientAverager

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import distributed as dist
 
-PATIENCE = timedelta(seconds=100)
-
 
 class Caller:
     """Who calls functions of test modules."""
@@ -34,7 +32,9 @@ class GroupRank(Caller):
 
     def __init__(self, rank: int, size: int, store: str) -> None:
         logging.getLogger().handlers[0].setLevel(logging.WARNING)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=100)
+        )
 
     def leave(self) -> None:
         """End the group, unless a function has done so. All must have answered."""

@@ -21,6 +21,8 @@ from shoal.flat import bytes_of
 from shoal.optim import terms as machines
 from shoal.optim.reports import Event
 from shoal.outer.exact_sgd import ExactSGD
+from shoal.swarm.protocol import peer as protocol_peer
+from tests.forked import SETTLE_SECONDS
 from tests.optim.models import OPTIMIZERS, OUTSIDE, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.telling import die
 from tests.workers.digests import digest_of
@@ -112,6 +114,7 @@ class Training:
         nudge: see Nudges.
         download_seconds: how long the peer's link takes for a state, in addition.
         machine: that it says to be; "" for the one that it is.
+        awaits_others: wait for members that may not have been found yet, as users' peers do.
     """
 
     def __init__(
@@ -139,7 +142,9 @@ class Training:
         admission: tuple[str, str] | None = None,
         inner_steps: int = 0,
         own_averager: str = "",
+        awaits_others: bool = False,
     ) -> None:
+        protocol_peer.SETTLE_SECONDS = SETTLE_SECONDS if awaits_others else 0.0
         self._log = Log()
         logging.getLogger("shoal").addHandler(self._log)
         listen = [f"/ip4/127.0.0.1/tcp/{port}"]
