@@ -112,6 +112,7 @@ def test_a_dht_that_was_shut_down_first_is_named(mode: str) -> None:
     assert torch.equal(flat(model), before)
 
 
+@pytest.mark.usefixtures("others_are_awaited")
 def test_a_step_that_waits_in_a_round_ends_with_the_dht(dht: shoal.DHT) -> None:
     elsewhere = shoal.DHT(dht.get_visible_maddrs(), start=True)
     models = [make_model(), make_model()]
@@ -140,6 +141,7 @@ def test_a_step_that_waits_in_a_round_ends_with_the_dht(dht: shoal.DHT) -> None:
     made[0].shutdown()
 
 
+@pytest.mark.usefixtures("others_are_awaited")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_dht_that_was_shut_down_under_a_round_in_the_background(dht: shoal.DHT, own: bool) -> None:
     """The round ends at once, and so does what waits for it."""
