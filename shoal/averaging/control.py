@@ -158,6 +158,15 @@ class StepControl(Future[Gathered]):
             task.cancel()
         task.add_done_callback(self._finish)
 
+    def enter(self, stage: AveragingStage) -> None:
+        """The step is in this stage now."""
+        self.stage = stage
+        self.began_allreduce |= stage is AveragingStage.RUNNING_ALLREDUCE
+
+    def join_from(self, tip: Tip) -> None:
+        """The step joins the round from this state. See `tip`."""
+        self.tip = tip
+
     async def wait_for_trigger(self) -> None:
         """Wait until the all-reduce is allowed, or the step is over."""
         await asyncio.wrap_future(self._trigger)

@@ -69,11 +69,11 @@ class Attempt:
 
         async def prepare() -> None:
             if not control.triggered:
-                control.stage = AveragingStage.AWAITING_TRIGGER
+                control.enter(AveragingStage.AWAITING_TRIGGER)
                 await control.wait_for_trigger()
             if control.done():
                 raise asyncio.CancelledError  # a cancelled step brings nothing, even before the round has heard of it
-            control.stage, control.began_allreduce = AveragingStage.RUNNING_ALLREDUCE, True
+            control.enter(AveragingStage.RUNNING_ALLREDUCE)
             given.weight = control.weight if me.contributes else 0.0
             if await self.hold.take() and fill is not None:
                 await fill()
@@ -269,7 +269,7 @@ class Engine:
         self._attempt = attempt
         try:
             if tip is not None and self.swarm is not None:
-                attempt.control.tip = tip(self.swarm)
+                attempt.control.join_from(tip(self.swarm))
             outcome = await self._try(attempt)
         finally:
             attempt.hold.release()
@@ -282,7 +282,7 @@ class Engine:
         """Average; if it fails, try again as long as there is time."""
         control, loop = attempt.control, asyncio.get_running_loop()
         while True:
-            control.stage = AveragingStage.LOOKING_FOR_GROUP
+            control.enter(AveragingStage.LOOKING_FOR_GROUP)
             try:
                 if self.swarm is None:
                     raise AveragingError(SHUT_DOWN)
