@@ -36,7 +36,8 @@ class Newcomer:
         self.told: list[Progress] = []
         self.has_told = asyncio.Event()
         self._tasks: list[asyncio.Future[Any]] = []
-        self.peer = SimpleNamespace(tip=HERE, view=SimpleNamespace(best=lambda now: there))
+        view = SimpleNamespace(best=lambda now: there, said=lambda key: None, newest=lambda key, tip, asked: tip)
+        self.peer = SimpleNamespace(tip=HERE, view=view)
         node = SimpleNamespace(transport=SimpleNamespace(moved=lambda peer: 0), spawn=self._spawn)
         channel: Any = SimpleNamespace(node=node, ask=self._ask)
         contacts: Any = SimpleNamespace(losses=SimpleNamespace(news=asyncio.Event()))
