@@ -80,6 +80,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view._Claim.__init__, "__defaults__", (None, False, float("-inf"), 0.5))
 
 
+@pytest.mark.timed  # pauses are compared
 @pytest.mark.parametrize("mode", [{}, {"use_local_updates": True}, {"delay_grad_averaging": True}], ids=str)
 def test_donors_that_do_not_share(
     dhts: list[shoal.DHT], caplog: pytest.LogCaptureFixture, short_pauses: None, mode: dict[str, Any]
@@ -108,6 +109,7 @@ def test_donors_that_do_not_share(
         assert abs(second.optimizer.local_epoch - first.optimizer.local_epoch) <= 2
 
 
+@pytest.mark.usefixtures("others_are_awaited")
 def test_at_the_first_round_too(dhts: list[shoal.DHT], caplog: pytest.LogCaptureFixture) -> None:
     """Peers that begin with other parameters find that out in their first round. Here nobody can repair it, and the
     next round does not wait for the one that could not follow, for `matchmaking_time`."""
