@@ -7,9 +7,25 @@ from collections.abc import Iterable
 
 import pytest
 
-FEW = {  # test: how many cases, evenly spaced
+FEW = {  # test: how many cases, evenly spaced, the last one among them
     "tests/averaging/test_error_feedback.py::test_what_was_lost_comes_back": 3,
     "tests/averaging/test_error_feedback.py::test_without_feedback_it_grows_with_every_round": 1,
+    "tests/averaging/test_error_feedback_kill.py::test_a_reducer_that_is_killed_costs_no_more_than_a_round": 0,
+    "tests/cluster/test_cases.py::test_a_rank_that_can_not_make_its_optimizer_tells_the_others": 1,
+    "tests/cluster/test_cases.py::test_a_rank_whose_training_an_error_ends_says_which": 1,
+    "tests/cluster/test_cases.py::test_an_optimizer_that_was_shut_down_has_its_state": 1,
+    "tests/cluster/test_cases.py::test_rank_0_calls_its_hooks_and_each_rank_those_of_its_strands": 1,
+    "tests/cluster/test_cases.py::test_what_rank_0_refuses_in_another_call_is_heard": 1,
+    "tests/cluster/test_clusters.py::test_a_killed_rank_ends_its_cluster_by_name_and_the_others_go_on": 1,
+    "tests/cluster/test_clusters.py::test_ranks_have_the_bits_of_rank_0_in_every_mode": 1,
+    "tests/cluster/test_clusters.py::test_tensor_parallel_ranks_count_their_samples_once": 1,
+    "tests/cluster/test_strand_checkpoints.py::test_a_lone_process_goes_on_from_epoch_0": 0,
+    "tests/cluster/test_strand_checkpoints.py::test_ddp_goes_on_as_fsdp": 1,
+    "tests/cluster/test_strand_checkpoints.py::test_it_goes_on_as_if_there_had_been_no_end": 1,
+    "tests/cluster/test_strands.py::test_ranks_hold_and_carry_the_same_numbers": 1,
+    "tests/cluster/test_strands_in_runs.py::test_a_checkpoint_goes_on_in_a_cluster_of_another_kind": 1,
+    "tests/cluster/test_strands_in_runs.py::test_a_cluster_of_other_ranks_goes_on_with_the_state_of_the_others": 0,
+    "tests/cluster/test_strands_in_runs.py::test_a_peer_with_other_kernels_is_refused_by_name": 0,
     "tests/flat/test_contiguous_copies.py::test_a_compiled_step": 1,
     "tests/flat/test_contiguous_guide.py::test_it_is_found_or_not_as_the_table_says": 3,
     "tests/flat/test_contiguous_missing_gradients.py::test_unused_layers_are_skipped_and_have_step_counts_of_their_own": 2,  # noqa: E501
@@ -17,14 +33,20 @@ FEW = {  # test: how many cases, evenly spaced
     "tests/flat/test_kernels.py::test_fused_steps_are_the_same_bits_with_any_number_of_threads": 3,
     "tests/flat/test_modes.py::test_flat_memory_is_made_of_plain_tensors": 1,
     "tests/functional/test_parity.py::test_the_same_kernel_gives_the_same_bits": 10,
+    "tests/integrations/test_equivalence.py::test_two_peers_train_what_one_process_does": 1,
     "tests/integrations/test_imports.py::test_a_missing_framework_is_named_with_its_extra": 1,
+    "tests/integrations/test_last_round.py::test_a_peer_that_misses_the_last_round_takes_over_the_last_state": 0,
+    "tests/integrations/test_ranks.py::test_a_checkpoint_of_two_ranks_goes_on_in_one_and_in_two": 1,
+    "tests/integrations/test_ranks.py::test_several_processes_without_a_cluster_are_refused": 1,
     "tests/integrations/test_transformers.py::test_an_optimizer_and_a_scheduler_of_the_user_are_kept": 1,
     "tests/integrations/test_transformers.py::test_peers_see_the_data_in_unlike_orders": 1,
     "tests/integrations/test_transformers.py::test_who_watches_is_told_the_loss": 1,
+    "tests/monitor/test_watcher.py::test_a_killed_client_is_lost_within_ten_seconds_too": 0,
     "tests/optim/test_alike.py::test_ranks_have_the_same_kind_of_scheduler": 1,
     "tests/optim/test_as_saved.py::test_an_option_that_state_dicts_leave_out_stays": 1,
     "tests/optim/test_assigned_groups.py::test_as_in_torch": 24,
     "tests/optim/test_assigned_groups.py::test_parameters_that_change_in_place_are_refused_by_the_next_epoch": 10,
+    "tests/optim/test_averagers_killed.py::test_survivors_of_a_step_agree": 1,
     "tests/optim/test_complex.py::test_it_is_refused_by_name_in_every_mode": 4,
     "tests/optim/test_download_pause.py::test_donors_that_do_not_share": 1,
     "tests/optim/test_draws_of_delays.py::test_after_an_error_at_any_place_ranks_train_on_or_are_told_to_load": 5,
@@ -44,7 +66,10 @@ FEW = {  # test: how many cases, evenly spaced
     "tests/optim/test_no_memory.py::test_all_memory_is_there_before_anything_changes": 4,
     "tests/optim/test_old_checkpoints.py::test_it_goes_on_as_torch_does": 26,
     "tests/optim/test_outer.py::test_clipped_steps_of_the_anchor_have_the_same_bits_with_other_instructions": 0,
+    "tests/optim/test_refusals.py::test_a_peer_with_other_options_is_refused_by_name": 1,
+    "tests/optim/test_replay.py::test_a_newcomer_that_is_epochs_late_replays_them": 5,
     "tests/optim/test_reused_delayed.py::test_the_average_of_equal_gradients_is_that_gradient": 1,
+    "tests/optim/test_runs_in_turn.py::test_no_peer_waits_for_one_that_waits_in_the_other_run": 4,
     "tests/optim/test_state_averager.py::test_steps_and_rounds_of_every_kind": 2,
     "tests/optim/test_state_dict_hooks.py::test_no_download_and_no_kept_state_calls_any": 1,
     "tests/optim/test_state_dict_hooks.py::test_nor_with_an_outer_optimizer": 2,
@@ -52,6 +77,7 @@ FEW = {  # test: how many cases, evenly spaced
     "tests/optim/test_strand_state.py::test_what_is_loaded_stays_the_callers": 1,
     "tests/optim/test_strand_state.py::test_without_an_anchor_the_outer_optimizer_begins_anew": 0,
     "tests/optim/test_together.py::test_it_is_the_two_side_by_side": 4,
+    "tests/optim/test_wishes.py::test_the_averaged_gradient_is_clipped": 1,
     "tests/optim/test_written_in_any_order.py::test_training_goes_as_with_plain_torch": 2,
     "tests/p2p/test_lanes.py::test_lanes_that_end_in_the_middle_leave_nothing": 1,
     "tests/p2p/test_succession_cut.py::test_a_cut_loses_the_peer_or_nothing": 6,
@@ -75,7 +101,7 @@ def mark_the_others(items: Iterable[pytest.Item]) -> None:
         cases[item.nodeid.partition("[")[0]].append(item)
     for test, few in FEW.items():
         count = len(cases[test])
-        kept = {count * number // few for number in range(few)} if few else set()
+        kept = {count * (number + 1) // few - 1 for number in range(few)} if few else set()
         for number, item in enumerate(cases[test]):
             if number not in kept:
                 item.add_marker(pytest.mark.long)
