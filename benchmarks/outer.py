@@ -44,7 +44,7 @@ TRIED: dict[str, dict[str, Any]] = {  # to bring the loss of DiLoCo to that of s
 }
 
 NOTE = """\
-Four peers on 2 cores, each a process with one thread. The *loss* is that of held-out text, in nats per character, after
+Four peers on 2 cores, each a process with one thread. The *loss* is that of held-out text, in nats per byte, after
 equal samples from one warm start; for outer optimizers it is the anchor's. Samples are drawn anew for each seed; *±* is
 the standard error of the mean. *MB* are what one peer has sent."""
 

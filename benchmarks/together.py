@@ -4,7 +4,7 @@
 
 The demo's GPT is trained by one peer (`shoal.Optimizer`), with 16 samples in each epoch and the demo's schedule. Each
 side has its learning rate tuned on a seed of its own, which is not among those that are reported. Both sides see the
-same batches. The loss is that of held-out text, in nats per character.
+same batches. The loss is that of held-out text, in nats per byte.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import torch
 import shoal
 from benchmarks.outer import RESULTS
 from benchmarks.report import Figure, describe, environment, figure_table, number, publish, table
-from shoal.cli.demo import recipe
-from shoal.cli.demo.corpus import Corpus
-from shoal.cli.demo.model import CharacterGPT
-from shoal.cli.demo.text import load_text
+from shoal.cli.demo import model as recipe
+from shoal.cli.demo.script import load_text
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the epochs, at which the loss is measured
 RATES = {"AdamW": (1.5e-3, 3e-3, 6e-3), "Muon and AdamW": (2e-2, 4e-2, 8e-2)}
@@ -42,7 +40,7 @@ def make_of(side: str, rate: float) -> Make:
     """The optimizer of a side: all parameters by AdamW, or the matrices between embedding and head by Muon."""
 
     def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-        return parameter.ndim == 2 and name not in ("characters.weight", "head.weight")
+        return parameter.ndim == 2 and name not in ("embedding.weight", "head.weight")
 
     def muon_and_adamw(params: Any) -> torch.optim.Optimizer:
         matrices, rest = shoal.Together.divide(params, is_hidden_matrix)
@@ -56,13 +54,12 @@ def make_of(side: str, rate: float) -> Make:
     return muon_and_adamw
 
 
-def trained(corpus: Corpus, make: Make, epochs: int, seed: int) -> list[tuple[float, float]]:
+def trained(text: torch.Tensor, rest: torch.Tensor, make: Make, epochs: int, seed: int) -> list[tuple[float, float]]:
     """(loss, seconds) after each share of the epochs."""
     torch.manual_seed(seed)
-    model = CharacterGPT(len(corpus.characters))
+    model = recipe.GPT()
     generator = torch.Generator().manual_seed(seed)
-    context = model.context
-    held_out = corpus.held_out_windows(recipe.HELD_OUT_WINDOWS, context)
+    held_out = recipe.spread_windows(rest)
     moments = {round(share * epochs) for share in SHARES}
     found, seconds = [], 0.0
     with shoal.DHT(start=True) as dht:
@@ -77,7 +74,7 @@ def trained(corpus: Corpus, make: Make, epochs: int, seed: int) -> list[tuple[fl
         )
         while optimizer.local_epoch < epochs:
             began = time.process_time()
-            loss = model.loss(*corpus.random_windows(BATCH, context, generator))
+            loss = model.loss(*recipe.random_windows(text, BATCH, generator))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -102,20 +99,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    facts, corpus = environment(), Corpus(load_text())
+    facts = environment()
+    text, rest = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in load_text())
     tuned: dict[str, float] = {}
     tried: dict[str, dict[str, float]] = {}
     for side, rates in RATES.items():
-        losses = {rate: trained(corpus, make_of(side, rate), given.epochs, TUNING_SEED)[-1][0] for rate in rates}
+        losses = {rate: trained(text, rest, make_of(side, rate), given.epochs, TUNING_SEED)[-1][0] for rate in rates}
         tuned[side] = min(losses, key=lambda rate: losses[rate])
         tried[side] = {f"{rate:g}": loss for rate, loss in losses.items()}
         print(side, tried[side], flush=True)
     found: dict[str, list[list[tuple[float, float]]]] = {side: [] for side in RATES}
     for seed in range(given.seeds):
         for side in RATES:
-            found[side].append(trained(corpus, make_of(side, tuned[side]), given.epochs, seed))
+            found[side].append(trained(text, rest, make_of(side, tuned[side]), given.epochs, seed))
             print(side, seed, found[side][-1], flush=True)
-    tokens = BATCH * CharacterGPT(vocabulary=1).context
+    tokens = BATCH * recipe.CONTEXT
     rows = []
     for index, share in enumerate(SHARES):
         for side, runs in found.items():

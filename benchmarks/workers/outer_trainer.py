@@ -27,10 +27,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.cli.demo import recipe
-from shoal.cli.demo.corpus import Corpus
-from shoal.cli.demo.model import CharacterGPT
-from shoal.cli.demo.text import load_text
+from shoal.cli.demo import model as recipe
+from shoal.cli.demo.script import load_text
 from shoal.compression import Blockwise4Bit, Compression, TopK
 
 BATCH = 8  # samples of a step of one peer
@@ -77,8 +75,8 @@ def main() -> None:
     """Trains until the run or the time is over."""
     given = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    corpus = None if given["elements"] else Corpus(load_text())
-    model: Any = Vector(given["elements"]) if corpus is None else CharacterGPT(len(corpus.characters))
+    model: Any = Vector(given["elements"]) if given["elements"] else recipe.GPT()
+    text, rest = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in load_text())
     if given["weights"]:
         model.load_state_dict(torch.load(given["weights"], weights_only=True))
     generator = torch.Generator().manual_seed(given["seed"])
@@ -108,11 +106,11 @@ def main() -> None:
         while float(optimizer.tip.split(":")[1]) < until and time.monotonic() - began < seconds:
             if not first and optimizer.local_epoch == 1:  # all are there
                 first, began, steps, sent = time.monotonic(), time.monotonic(), 0, 0
-            if corpus is None:
+            if given["elements"]:
                 model.loss().backward()
                 time.sleep(given["pause"])
             else:
-                model.loss(*corpus.random_windows(BATCH, model.context, generator)).backward()
+                model.loss(*recipe.random_windows(text, BATCH, generator)).backward()
             epoch = optimizer.local_epoch
             optimizer.step()
             optimizer.zero_grad()
@@ -123,13 +121,13 @@ def main() -> None:
         took = time.monotonic() - began
         optimizer.finish()
         loss = 0.0
-        if corpus is not None:
+        if not given["elements"]:
             with torch.no_grad():
                 if optimizer.outer_optimizer is not None:  # what the run has learned is the anchor
                     state = optimizer.state_dict()["shoal"]["drift"]["anchor"]
                     for parameter, anchor in zip(model.parameters(), state, strict=True):
                         parameter.copy_(anchor)
-                loss = float(model.loss(*corpus.held_out_windows(recipe.HELD_OUT_WINDOWS, model.context)))
+                loss = float(model.loss(*recipe.spread_windows(rest)))
         say(loss=loss, sent=sent, steps=steps, seconds=took, tip=optimizer.tip)
         if given["save"]:
             torch.save(model.state_dict(), given["save"])

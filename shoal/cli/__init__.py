@@ -15,8 +15,7 @@ import typer
 from rich.console import Console
 
 import shoal
-from shoal.cli.demo.settings import ENOUGH_EPOCHS, DemoSettings, GradientCodec
-from shoal.cli.demo.text import TextError
+from shoal.cli.demo.script import ENOUGH_EPOCHS, DemoSettings, GradientCodec, load_text
 from shoal.cli.keys.command import app as keys_app
 from shoal.cli.watched import Watched
 
@@ -72,19 +71,15 @@ def demo_command(
     """Train a small language model with several peers on this machine; kill one, take in a new one."""
     from shoal.cli.demo.report import run_demo
 
-    folder = str(out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}")
-    text = None if data is None else str(data)
+    folder = out or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         settings = DemoSettings(
-            out=folder, peers=peers, epochs=epochs, kill=kill, compression=compression, seed=seed, data=text
+            out=folder, peers=peers, epochs=epochs, kill=kill, compression=compression, seed=seed, data=data
         )
+        load_text(data)  # here, so that an unusable text is one clear error and not one for each peer
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    try:
-        code = run_demo(settings, Console())
-    except TextError as error:
-        raise typer.BadParameter(str(error), param_hint="--data") from error
-    raise typer.Exit(code)
+    raise typer.Exit(run_demo(settings, Console(markup=False, highlight=False)))
 
 
 InitialPeers = Annotated[

@@ -5,8 +5,8 @@ new one joins later. However the demo ends, no process that it started outlives 
 kept identical parameters, no other peer failed, and the model learned (the last only in runs that are long enough). It
 uses Shoal's public names only.
 
-Two kinds of process. The parent imports no torch: ``script`` says what happens when, ``live`` shows the run in a
-terminal, and ``report`` says what it comes to. A peer (``peer``, ``recipe``, ``model``, ``corpus``) tells the parent
-what Shoal tells every user of a run, the reports of ``on_event``, and what it measures itself. (Health records, which
-``live`` shows, are up to 10 s old, and do not have the digest of every epoch.) Both use ``settings`` and ``text``.
+Two kinds of process. The parent imports no torch: ``script`` has the user's choices and says what happens when, and
+``report`` says what it comes to. A peer (``peer``, ``model``) tells the parent what Shoal tells every user of a run,
+the reports of ``on_event``, and what it measures itself. (Health records are up to 10 s old, and do not have the digest
+of every epoch. ``shoal top`` shows them, while the demo runs as well.)
 """

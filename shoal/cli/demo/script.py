@@ -3,71 +3,118 @@
 from __future__ import annotations
 
 import os
-import secrets
+import pkgutil
+import sysconfig
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
-from enum import Enum
-from multiprocessing import connection, get_context
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from math import nan
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from shoal.cli.demo.live import LiveScreen
-from shoal.cli.demo.settings import DemoSettings
-
+# After this many epochs, the model is better than a bigram model (after 40 it is just better), and a newcomer has had
+# time to start and take part, even on a slow machine.
+ENOUGH_EPOCHS = 60
+# Nobody else is in the demo's DHT. The parent does not import torch, which a peer needs.
+RUN, PEER = "demo", "shoal.cli.demo.peer:run_peer"
 STALL_SECONDS, ORDERLY_SECONDS, LINES_EVERY = 60.0, 20.0, 10
 
 
-class PeerState(Enum):
-    """Where a peer process is in its life. The demo kills one on purpose."""
+class GradientCodec(StrEnum):
+    """The codec of the averaged gradients."""
 
-    STARTING, TRAINING, FINISHED, KILLED, FAILED = range(5)
+    NONE = "none"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """The user's choices for one ``shoal demo``. Raises ``ValueError`` for choices that cannot be run."""
+
+    out: Path
+    peers: int = 4
+    epochs: int = 150
+    kill: bool = True
+    compression: GradientCodec = GradientCodec.NONE
+    seed: int = 0
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.peers < 1 or (self.kill and self.peers < 2):
+            raise ValueError(f"--peers {self.peers} leaves nobody to train; use 2 or more, or 1 with --no-kill")
+        if self.epochs < 10:
+            raise ValueError(f"--epochs {self.epochs} leaves no time for a newcomer; use 10 or more")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed} is negative; use 0 or more")
+
+
+def load_text(data: Path | None = None, most: int = 4_000_000) -> tuple[bytes, bytes]:
+    """Nine of ten passages of a text to train on, and each tenth passage, which is held out.
+
+    The text is at most ``most`` bytes of the file ``data``, or of the source of Python's own standard library, which
+    every machine that can run the demo has. Every peer process reads it for itself. All use the same interpreter, so
+    they get the same text in the same order. Raises ``ValueError`` for a text that is too short.
+    """
+    library, text = Path(sysconfig.get_path("stdlib")), bytearray()
+    for path in [data] if data else sorted(library.rglob("*.py")):
+        if len(text) < most:
+            with path.open("rb") as file:
+                text += file.read(most - len(text))
+    if len(text) < 20_000:
+        raise ValueError(f"{data} holds {len(text)} bytes, and the demo needs 20000 or more; choose a longer --data")
+    size = len(text) // 100
+    train = b"".join(text[at : at + 9 * size] for at in range(0, len(text), 10 * size))
+    return train, b"".join(text[at : at + size] for at in range(9 * size, len(text), 10 * size))
+
+
+class PeerState(Enum):
+    """Where a peer process is in its life. The demo kills one on purpose, and those that fail."""
+
+    STARTING, TRAINING, FINISHED, KILLED = range(4)
+
+
+STATES = {"ready": PeerState.TRAINING, "finished": PeerState.FINISHED}
 
 
 class Child:
-    """A peer process. Times are in seconds of ``time.monotonic()``."""
+    """A peer process."""
 
-    def __init__(self, name: str, peer: Callable[..., None], log: Path, *given: Any) -> None:
-        self.name, self.log, self.started_at, self.state = name, log, time.monotonic(), PeerState.STARTING
-        self.killed_at: float | None = None
+    def __init__(self, index: int, peer: str, addresses: list[str], settings: DemoSettings) -> None:
+        kind = "peer" if index < settings.peers else "newcomer"
+        self.name, self.log, self.state = f"{kind} {index}", settings.out / f"peer-{index}.log", PeerState.STARTING
         context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_begin, args=(peer, log, theirs, *given), daemon=True)
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.turns = context.Semaphore(0)  # it takes one to begin, and one to end
+        given = (peer, self.log, theirs, self.turns, index, addresses, settings)
+        self.process = context.Process(target=_begin, args=given, daemon=True)
         self.process.start()
         theirs.close()
 
-    @property
-    def is_there(self) -> bool:
-        """Whether it was neither killed nor has failed."""
-        return self.state not in (PeerState.KILLED, PeerState.FAILED)
 
-    def say(self) -> None:
-        """Let it go on."""
-        with suppress(BrokenPipeError):  # it has ended
-            self.pipe.send(None)
-
-
-def _begin(peer: Callable[..., None], log: Path, *given: Any) -> None:
-    """What it prints goes to its log, and a Ctrl-C in the terminal reaches only its parent."""
+def _begin(peer: str, log: Path, *given: Any) -> None:
+    """What it prints goes to its log, a Ctrl-C in the terminal reaches only its parent, and it ends with its parent."""
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    peer(*given)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    pkgutil.resolve_name(peer)(*given)
 
 
-def real_peer(*given: Any) -> None:
-    """A peer with torch, which the parent does not import."""
-    from shoal.cli.demo.peer import run_peer
-
-    run_peer(*given)
+def _end_with_parent() -> None:
+    if parent := parent_process():
+        parent.join()
+        os._exit(1)
 
 
 class Demo:
-    """One run. It is a context manager, and no process that it has started outlives the context.
+    """One run.
 
     Peer 0 is started first, and the others dial it. It evaluates, and is never killed. The last of the first peers is
     killed when two fifths of the epochs are committed, and a newcomer is started after three fifths.
@@ -75,134 +122,101 @@ class Demo:
     Args:
         settings: the user's choices.
         console: shows what happens.
-        peer: what a peer process runs.
+        peer: the name of what a peer process runs.
 
     Attributes:
         told: what the peers have told, by what it is about: when, who, and details.
+        killed_at: when a peer was killed on purpose, in seconds of ``time.monotonic()``, or nan.
     """
 
-    def __init__(self, settings: DemoSettings, console: Console, peer: Callable[..., None] = real_peer) -> None:
+    def __init__(self, settings: DemoSettings, console: Console, peer: str = PEER) -> None:
         self.settings, self._console, self._peer = settings, console, peer
-        self.run_id, self.started_at = f"demo-{secrets.token_hex(4)}", time.monotonic()
+        self.started_at, self.killed_at = time.monotonic(), nan
         self.children: list[Child] = []
         self.told: dict[str, list[tuple[float, Child, Any]]] = defaultdict(list)
         self.failures: list[str] = []
-        self._screen = LiveScreen(console)
-        self._shown = 0  # the last epoch that was shown
-
-    def __enter__(self) -> Demo:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is KeyboardInterrupt:
-            self._note("interrupted: stopping every peer")
-        self._screen.close()
-        for child in self.children:
-            child.process.kill()
-        for child in self.children:
-            child.process.join()
 
     def run(self) -> None:
-        """Run until all living peers have finished, no peer is alive, or nothing was committed for a minute."""
-        self._start("peer", [])
-        heard_at = time.monotonic()
-        while busy := [child for child in self.children if child.is_there and child.state is not PeerState.FINISHED]:
-            pipes = {child.pipe: child for child in self.children if child.is_there}
+        """Run until all living peers have finished, no peer is alive, or nothing was committed for a minute.
+
+        No process that it has started outlives it.
+        """
+        try:
+            self._listen()
+            there = [child for child in self.children if child.state is PeerState.FINISHED]
+            for child in there:
+                child.turns.release()
+            for child in there:
+                child.process.join(ORDERLY_SECONDS)
+                if child.process.exitcode != 0:
+                    self._fail(child, f"did not stop in good order, exit code {child.process.exitcode}")
+        finally:
+            for child in self.children:
+                child.process.kill()
+                child.process.join()
+
+    def _story(self) -> Iterator[Callable[[], bool]]:
+        """What the demo does; it goes on when what it yields is true."""
+        epochs = self.settings.epochs
+        first = [self._start([])]
+        yield lambda: bool(self.told["listens"])
+        addresses = self.told["listens"][0][2]
+        self._note(f"watch it: shoal top {RUN} --initial-peers {addresses[0]}")
+        first += [self._start(addresses) for _ in range(1, self.settings.peers)]
+        yield lambda: all(child.state is not PeerState.STARTING for child in first)
+        self._note("training begins")
+        for child in first:
+            child.turns.release()
+        yield lambda: any(report["epoch"] >= epochs * 2 // 5 for *_, report in self.told["EpochReport"])
+        victim = first[-1]
+        if self.settings.kill and victim.state is PeerState.TRAINING:
+            victim.state, self.killed_at = PeerState.KILLED, time.monotonic()
+            victim.process.kill()
+            self._note(
+                f"killed {victim.name} (process {victim.process.pid}) with SIGKILL after epoch {epochs * 2 // 5}"
+            )
+        yield lambda: any(report["epoch"] >= epochs * 3 // 5 for *_, report in self.told["EpochReport"])
+        newcomer = self._start(addresses)
+        yield lambda: newcomer.state is PeerState.TRAINING
+        newcomer.turns.release()
+        yield lambda: False
+
+    def _start(self, addresses: list[str]) -> Child:
+        child = Child(len(self.children), self._peer, addresses, self.settings)
+        self.children.append(child)
+        self._note(f"started {child.name} (process {child.process.pid})")
+        return child
+
+    def _listen(self) -> None:
+        """Tell the story by what the peers tell, until none of them trains."""
+        story, heard_at = self._story(), time.monotonic()
+        is_due = next(story)
+        while busy := [child for child in self.children if child.state in (PeerState.STARTING, PeerState.TRAINING)]:
+            pipes = {child.pipe: child for child in self.children if child.state is not PeerState.KILLED}
             for pipe in connection.wait(list(pipes), 0.5):
                 child = pipes[pipe]  # type: ignore[index]
                 try:
-                    what, at, details = child.pipe.recv()
+                    what, at, details, text = child.pipe.recv()
                 except (EOFError, OSError):
                     child.process.join()
-                    words = child.log.read_text(errors="replace").strip().splitlines()[-3:]
-                    last = " / ".join(map(str.strip, words)) or "it wrote nothing to its log"
+                    last = child.log.read_text(errors="replace").strip().rpartition("\n")[2] or "its log is empty"
                     self._fail(child, f"ended with exit code {child.process.exitcode}: {last}")
                     continue
                 self.told[what].append((at, child, details))
-                heard_at = heard_at if what == "trained" else time.monotonic()
-                self._act(what, child, details)
+                heard_at = at
+                if text and (what != "EpochReport" or details["epoch"] % LINES_EVERY == 0):
+                    self._note(f"{child.name}: {text}")
+                child.state = STATES.get(what, child.state)
+            while is_due():
+                is_due = next(story)
             for child in busy if time.monotonic() - heard_at > STALL_SECONDS else ():
                 self._fail(child, f"is stopped: for {STALL_SECONDS:.0f} s nothing was committed")
-            self._screen.draw()
-        self._screen.close()
-        there = [child for child in self.children if child.is_there]
-        for child in there:
-            child.say()
-        for child in there:
-            child.process.join(ORDERLY_SECONDS)
-            if child.process.exitcode != 0:
-                self._fail(child, f"did not stop in good order, exit code {child.process.exitcode}")
-
-    def _start(self, kind: str, addresses: list[str]) -> None:
-        index = len(self.children)
-        log = Path(self.settings.out, f"peer-{index}.log")
-        child = Child(f"peer {index}", self._peer, log, index, self.run_id, addresses, self.settings)
-        self.children.append(child)
-        self._note(f"started {kind} {index} (process {child.process.pid})")
-
-    def _act(self, what: str, child: Child, details: Any) -> None:
-        """Act on what that peer has told."""
-        settings, first = self.settings, self.children[: self.settings.peers]
-        match what:
-            case "listens" if child is first[0]:
-                self._note(f"{child.name} listens on {details[1]}")
-                for _ in range(1, settings.peers):
-                    self._start("peer", details[1:])
-            case "ready":
-                child.state = PeerState.TRAINING
-                if child not in first:
-                    child.say()
-                elif len(first) == settings.peers and all(one.state is not PeerState.STARTING for one in first):
-                    self._note("training begins")
-                    self._screen.open(self.run_id, self.told["listens"][0][2][1:])
-                    for one in first:
-                        one.say()
-            case "finished":
-                child.state = PeerState.FINISHED
-            case "evaluated":
-                self._note(f"held-out loss {details[1]:.3f} at epoch {details[0]}")
-            case "EpochReport":
-                self._committed(details["epoch"], first[-1])
-            case "DownloadReport":
-                size = f"{details['bytes'] / 1e6:.1f} MB from {details['donors']} peers in {details['seconds']:.2f} s"
-                self._note(f"{child.name} downloaded the state of epoch {details['epoch']}: {size}")
-
-    def _committed(self, epoch: int, victim: Child) -> None:
-        settings = self.settings
-        if settings.kill and epoch >= settings.epochs * 2 // 5 and victim.state is PeerState.TRAINING:
-            victim.state, victim.killed_at = PeerState.KILLED, time.monotonic()
-            victim.process.kill()
-            self._note(f"killed {victim.name} (process {victim.process.pid}) with SIGKILL after epoch {epoch}")
-        if epoch >= settings.epochs * 3 // 5 and len(self.children) == settings.peers:
-            self._start("newcomer", self.told["listens"][0][2][1:])
-        # An epoch is shown after the next one has begun: then all peers have told of it.
-        if (epoch - 1) // LINES_EVERY > self._shown // LINES_EVERY:
-            self._shown = epoch - 1
-            self._show(epoch - 1)
-
-    def _show(self, epoch: int) -> None:
-        of, names = self.settings.epochs, {peer[0]: child.name for _, child, peer in self.told["listens"]}
-        reports = [report for _, _, report in self.told["EpochReport"] if report["epoch"] == epoch]
-        for longest in sorted(reports, key=lambda report: -report["round_seconds"])[:1]:
-            self._note(
-                f"epoch {epoch} of {of}: {longest['num_peers']} peers, {longest['samples']:.0f} samples, "
-                f"coordinator {names.get(longest['coordinator'], longest['coordinator'][:12])}, "
-                f"round {longest['round_seconds']:.2f} s (matchmaking {longest['matchmaking_seconds']:.3f}, "
-                f"all-reduce {longest['allreduce_seconds']:.2f}), "
-                f"{sum(report['bytes_sent'] for report in reports) / 1e6:.1f} MB moved"
-            )
-        latest = {child: told for _, child, told in self.told["trained"]}
-        for child in self.children:
-            if child.state is PeerState.TRAINING and child in latest:
-                _, loss, speed = latest[child]
-                self._note(f"  {child.name}: loss {loss:.3f}, {speed:.0f} samples/s")
 
     def _fail(self, child: Child, how: str) -> None:
-        child.state = PeerState.FAILED
+        child.state = PeerState.KILLED
         child.process.kill()
         self.failures.append(f"{child.name} {how}")
         self._note(self.failures[-1])
 
     def _note(self, text: str) -> None:
-        line = f"{time.monotonic() - self.started_at:6.1f} s  {text}"
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"{time.monotonic() - self.started_at:6.1f} s  {text}", soft_wrap=True)
