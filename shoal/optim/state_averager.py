@@ -70,7 +70,8 @@ class TrainingStateAverager(DecentralizedAverager):
         extra_tensors: tensors that are averaged and that newcomers get, too.
         status_loglevel: the level of the log lines about rounds.
         performance_ema_alpha: accepted without effect: this averager predicts nothing.
-        start, kwargs: the other arguments of `DecentralizedAverager`, among them `prefix`.
+        start: join the run now.
+        kwargs: the other arguments of `DecentralizedAverager`, among them `prefix`.
 
     Attributes:
         local_epoch: this peer's epoch; you may set it.
