@@ -33,7 +33,7 @@ def test_two_peers_stay_identical_and_learn(tmp_path: Path) -> None:
     assert report["problems"] == [], done.stdout
     assert done.returncode == 0
     assert any("bigram" in one for one in report["unreached"])
-    assert "as promised, as far as 10 epochs show" in done.stdout
+    assert "as promised, as far as it went" in done.stdout
     assert report["digests of all peers equal"] == "yes, in 10 epochs"
     assert report["held-out loss after, nats per byte"] < report["held-out loss before, nats per byte"] - 1
 

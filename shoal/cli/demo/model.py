@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn, optim
-from torch.nn import functional
 
 CONTEXT, SYMBOLS = 64, 256
 TARGET_BATCH_SIZE, BATCH_SIZE_PER_STEP, HELD_OUT_WINDOWS = 128, 16, 128
@@ -40,8 +39,8 @@ class GPT(nn.Module):
     """Predicts the next byte from up to CONTEXT bytes before it.
 
     The defaults make about one million parameters; two wide layers learn faster on a CPU than five narrow ones. Heads
-    look back with linear biases (Press et al., 2022, arXiv:2108.12409), each half as steep as the one before. After 60
-    epochs the held-out loss is 2.27 nats per byte, and with learned positions it is 2.65.
+    look back with linear biases (Press et al., 2022, arXiv:2108.12409), each half as steep as the one before:
+    after 60 epochs, a model with learned positions was 0.4 nats per byte behind.
     """
 
     bias: Tensor
@@ -49,7 +48,7 @@ class GPT(nn.Module):
     def __init__(self, width: int = 192, layers: int = 2, heads: int = 6) -> None:
         super().__init__()
         self.embedding = nn.Embedding(SYMBOLS, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, SYMBOLS, bias=False)
         for name, parameter in self.blocks.named_parameters():
@@ -65,14 +64,13 @@ class GPT(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         """``numbers``: int64 [batch, time], time <= CONTEXT. Returns logits float32 [batch, time, SYMBOLS]."""
-        batch, time = numbers.shape
-        mask = self.bias[:, :time, :time].repeat(batch, 1, 1)
+        mask = self.bias[:, : numbers.shape[1], : numbers.shape[1]].repeat(len(numbers), 1, 1)
         logits: Tensor = self.head(self.blocks(self.embedding(numbers), mask))
         return logits
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte; both arguments int64 [batch, time]."""
-        return functional.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, generator: torch.Generator, temperature: float = 0.7) -> Tensor:

@@ -7,7 +7,6 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Semaphore
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ def run_peer(parent: Connection, turns: Semaphore, index: int, addresses: list[s
     """
     lock = threading.Lock()
 
-    def tell(what: str, details: Any, text: str = "") -> None:
+    def tell(what: str, details: object, text: str = "") -> None:
         with lock:  # Shoal may call `on_event` in another thread
             parent.send((what, time.monotonic(), details, text))
 

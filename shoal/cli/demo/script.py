@@ -57,12 +57,12 @@ class DemoSettings:
 def load_text(data: Path | None = None, most: int = 4_000_000) -> tuple[bytes, bytes]:
     """Nine of ten passages of a text to train on, and each tenth passage, which is held out.
 
-    The text is at most ``most`` bytes of the file ``data``, or of the source of Python's own standard library, which
+    The text is at most ``most`` bytes of the file ``data``, or of the packages of Python's own standard library, which
     every machine that can run the demo has. Every peer process reads it for itself. All use the same interpreter, so
     they get the same text in the same order. Raises ``ValueError`` for a text that is too short.
     """
     library, text = Path(sysconfig.get_path("stdlib")), bytearray()
-    for path in [data] if data else sorted(library.rglob("*.py")):
+    for path in [data] if data else sorted(library.glob("*/*.py")):
         if len(text) < most:
             with path.open("rb") as file:
                 text += file.read(most - len(text))
