@@ -24,7 +24,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert diloco test test-all test-long test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous optimizers clean
+.PHONY: help demo albert diloco test test-all test-long test-more test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous optimizers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test    run the tests; some 10 minutes on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-long           run only the long ones (PYTEST_ARGS=...)"
+	@echo "make test-more           run only the other cases of tests of which test and test-long run few"
 	@echo "make test-capabilities   run the numeric tests as on older processors (PYTEST_ARGS=...)"
 	@echo "make sweep   run 10,000 simulated swarms with faults; goes on where it was stopped (SEEDS=10000 ARGS=...)"
 	@echo "make sweep-tests         run the tests of the simulator with 60 times as many seeds (SOAK=60 PYTEST_ARGS=...)"
@@ -53,13 +54,12 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/shoal demo $(ARGS)
 
-# First the tests that may share the machine, three files at a time; then two at a time those that start processes; then
-# those that compare times, one by one. Where PYTEST_ARGS names tests, those, long ones too.
+# First the tests that may share the machine, three files at a time; then, one by one, those that start processes, and
+# those that compare times. Where PYTEST_ARGS names tests, those, long ones too.
 PYTEST := $(VENV)/bin/python -m pytest
 TOGETHER := --numprocesses 3 --dist loadfile
-IN_PAIRS := --numprocesses 2 --dist loadfile
 IN_TURN = $(PYTEST) $(TOGETHER) -m "$(1) and not processes and not timed" $(PYTEST_ARGS) && \
-	$(PYTEST) $(IN_PAIRS) -m "$(1) and processes" $(PYTEST_ARGS) && \
+	$(PYTEST) -m "$(1) and processes" $(PYTEST_ARGS) && \
 	$(PYTEST) -m "$(1) and timed" $(PYTEST_ARGS)
 test: $(VENV)/.installed-dev
 ifeq (,$(findstring tests/,$(PYTEST_ARGS)))
@@ -69,17 +69,21 @@ else
 endif
 
 # All tests, of the soaks a minute, and the numeric ones as on older processors.
-test-all: test test-long test-capabilities
+test-all: test test-long test-more test-capabilities
 
 test-long: $(VENV)/.installed-dev
-	$(call IN_TURN,long)
+	$(call IN_TURN,long and not more)
+
+# The other cases of tests of which the two above run few: see tests/few_cases.py.
+test-more: $(VENV)/.installed-dev
+	$(call IN_TURN,more)
 
 # The tests whose numbers depend on the processor, with the kernels that others have: those of torch, MKL and oneDNN for
 # AVX2 without AVX-512, and for SSE4 without either. The ranks of a file are started once.
 NUMERIC := tests/flat tests/functional tests/sharding tests/compression tests/remote \
 	$(addprefix tests/optim/test_,$(addsuffix .py,checkpoint equivalence grad_scaler gradients power_sgd_averager state step))
 NUMERIC_TESTS = $(1) $(PYTEST) $(TOGETHER) -m "not processes" $(NUMERIC) $(PYTEST_ARGS) && \
-	$(1) $(PYTEST) $(IN_PAIRS) -m processes $(NUMERIC) $(PYTEST_ARGS)
+	$(1) $(PYTEST) -m processes $(NUMERIC) $(PYTEST_ARGS)
 
 test-capabilities: $(VENV)/.installed-dev
 	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2)
@@ -117,6 +121,7 @@ soak: $(VENV)/.installed-dev
 	for time in $$(seq $(TIMES)); do \
 		$(VENV)/bin/shoal demo && SHOAL_KILLS=20 $(PYTEST) $(SOAK_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
+	$(MAKE) test-more
 	$(VENV)/bin/python -m tests.soak.transport --times $(CUTS)
 	$(VENV)/bin/python -m tests.soak.trees --examples $(TREES) --inputs $(TREE_INPUTS)
 	SHOAL_SOAK=1 $(PYTEST) tests/soak/test_chaos.py -k promise

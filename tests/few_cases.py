@@ -1,4 +1,5 @@
-"""How many of its cases `make test` runs of a test that takes seconds and has many: the others are `long`."""
+"""How many of its cases `make test` runs of a test that takes seconds and has many: the others are for `make test-more`,
+which `make soak` runs, too."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ FEW = {  # test: how many cases, evenly spaced, the last one among them
 
 
 def mark_the_others(items: Iterable[pytest.Item]) -> None:
-    """Mark the other cases of these tests as `long`."""
+    """Mark the other cases of these tests as `long`, and as `more`."""
     cases = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
@@ -105,3 +106,4 @@ def mark_the_others(items: Iterable[pytest.Item]) -> None:
         for number, item in enumerate(cases[test]):
             if number not in kept:
                 item.add_marker(pytest.mark.long)
+                item.add_marker(pytest.mark.more)
