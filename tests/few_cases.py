@@ -1,5 +1,5 @@
-"""How many of its cases `make test` runs of a test that takes seconds and has many. `make test-more` runs the others, and
-so does `make soak`."""
+"""How many of its cases `make test` runs of a test that takes seconds and has many. `make test-more` runs the others,
+and so does `make soak`."""
 
 from __future__ import annotations
 
