@@ -12,7 +12,8 @@ from tests.waiting import wait_until
 
 @pytest.mark.long
 def test_who_is_left_of_three_waits_for_a_second_one(pool: Pool) -> None:
-    with training(pool, 3, min_peers=0.6, matchmaking_time=2.0, averaging_timeout=6.0) as peers:
+    times = {"matchmaking_time": 2.0, "averaging_timeout": 6.0, "awaits_others": True}
+    with training(pool, 3, min_peers=0.6, **times) as peers:
         ask_all(peers.all, Training.train, batch=8, pause=0.02)
         wait_until(lambda: all(sum(event.get("peers") == 3 for event in events(p)) >= 3 for p in peers.all))
         last, *others = peers.all
