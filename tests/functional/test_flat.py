@@ -14,9 +14,9 @@ from tests.functional.options import OPTIONS
 
 ROUNDED_DIFFERENTLY = {torch.optim.SGD: 10, torch.optim.Adam: 2, torch.optim.AdamW: 2}
 """Whose fused kernels round the ends of tensors differently from the rest, and by how much after 100 steps: in units of
-the last place of the largest parameter that there was. (Momentum carries each step's difference on: with SGD they add up
-like the steps of a random walk, of which 100 go as far as 10.) All others round every element of float32 and float64 alike,
-wherever it is (`tests/flat/test_rounding.py`), and give the same bits."""
+the last place of the largest parameter that there was. Momentum carries each step's difference on, so with SGD they add
+up like the steps of a random walk, of which 100 go as far as 10. All others round every element of float32 and float64
+alike, wherever it is (`tests/flat/test_rounding.py`), and give the same bits."""
 
 
 @pytest.mark.parametrize("optimizer", OPTIONS, ids=lambda optimizer: optimizer.__name__)
