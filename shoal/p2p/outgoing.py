@@ -32,7 +32,7 @@ class Outgoing:
         self._socket, self._limit, self._on_full = connection, limit, on_full
         self._loop = asyncio.get_running_loop()
         self._queued = 0  # bytes, since the beginning
-        self._unsent = bytearray()  # those of them that the kernel has not taken
+        self._unsent = bytearray()  # sealed bytes that the kernel has not taken
         self._sent_at = self._loop.time()  # when the kernel last took bytes
         self._paying = False  # whether it waits because of the limit
         self._finishing = False
