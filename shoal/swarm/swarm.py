@@ -36,7 +36,6 @@ from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.contribution import Buffers, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, ResultLost
-from shoal.swarm.protocol.leading import Leading
 from shoal.swarm.protocol.peer import Peer
 from shoal.swarm.protocol.rates import LEAST_BYTES, Flow, Measured
 from shoal.swarm.protocol.rules import Rules
@@ -712,8 +711,8 @@ class Swarm:
         """Something has happened: perform the machine's actions, and wake the callers that wait."""
         self._perform()
         peer, participant = self.peer, self.peer.participant
-        if isinstance(peer.led, Leading):
-            self.contacts.losses.look(peer.led)
+        if peer.leading is not None:
+            self.contacts.losses.look(peer.leading)
         if peer.news != self._news_told:
             self._tell_news()
         if peer.changes != self._changes_seen:

@@ -25,7 +25,6 @@ from shoal.p2p.identity import PeerID
 from shoal.p2p.multiaddr import Multiaddr
 from shoal.p2p.node import Reply, Service
 from shoal.swarm.protocol import messages as msg
-from shoal.swarm.protocol.leading import Leading
 from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Role
 from shoal.swarm.swarm import Swarm
@@ -139,8 +138,8 @@ class Inside:
     def end_round(self) -> None:
         """End the round that this peer coordinates, if it does."""
         peer = self._swarm.peer
-        if isinstance(peer.lead, Leading):
-            peer.out.extend(peer.lead.abort("not yet"))
+        if peer.leading is not None and not peer.leading.over:
+            peer.out.extend(peer.leading.abort("not yet"))
             self._swarm._perform()
 
     def serve_instead(self, service: Service, handler: Any) -> None:

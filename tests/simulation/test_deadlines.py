@@ -61,8 +61,8 @@ def fails(liar: Trainer, how: str) -> None:
     }
 
     def end() -> None:
-        if isinstance(swarm.peer.lead, Leading):
-            swarm.peer.out.extend(swarm.peer.lead.abort("not yet"))
+        if (leading := swarm.peer.leading) is not None and not leading.over:
+            swarm.peer.out.extend(leading.abort("not yet"))
             swarm._act()
 
     def say(peers: Any, service: Any, message: Any, buffers: Any = (), name: bytes = b"") -> None:

@@ -12,7 +12,6 @@ from shoal.simulation.clock import run
 from shoal.simulation.world import World
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.contribution import Outcome
-from shoal.swarm.protocol.leading import Leading
 from shoal.swarm.protocol.view import Role
 from tests.simulation.swarms import Board, Peer, results_by_tip, spawn_peer, spawn_swarm
 
@@ -84,8 +83,9 @@ def test_who_complains_of_several_is_out(seed: int) -> None:
             liar.node.notify([leader.node.peer_id], liar.swarm.service, complaint)
         rest = [leader, *honest]
         assert_one_result(rest, [await tasks[peer.key] for peer in rest])
-        led = leader.swarm.peer.led
-        assert led is None or (isinstance(led, Leading) and set(led.out) <= {liar.key})
+        peer = leader.swarm.peer
+        assert peer.gathering is None
+        assert peer.leading is None or set(peer.leading.out) <= {liar.key}
 
     run(scenario(), until=500.0)
 

@@ -65,6 +65,6 @@ def test_a_join_that_followed_an_answer_stays(joins: bool) -> None:
         contacts = Contacts(channel, me, SimpleNamespace(), [], lambda: None)  # type: ignore[arg-type]
         await contacts.meet_peer(member(2).peer)
         assert me.view.said(key(2)) == (HERE if joins else BEFORE)
-        assert (key(2) in getattr(me.led, "joins", {})) is joins
+        assert (key(2) in getattr(me.gathering, "joins", {})) is joins
 
     asyncio.run(greet())

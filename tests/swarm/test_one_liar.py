@@ -177,8 +177,8 @@ def test_a_member_ends_one_round_of_a_tip_by_what_it_answers_to_a_survey() -> No
 
 def led_by(peer: Peer) -> Leading:
     """The round that it coordinates, or has coordinated last."""
-    assert isinstance(peer.led, Leading)
-    return peer.led
+    assert peer.leading is not None
+    return peer.leading
 
 
 def survey_of(lead: Leading) -> Survey:

@@ -128,7 +128,8 @@ class Partings(RoundMachine):
 
     @rule(choice=ANY, whom=ANY)
     def put_out(self, choice: int, whom: int) -> None:
-        leads = [key for key in self.wire.living if self.wire.peers[key].led is not None]
+        peers = self.wire.peers
+        leads = [key for key in self.wire.living if peers[key].gathering or peers[key].leading]
         if not leads:
             return
         chosen = leads[choice % len(leads)]

@@ -56,7 +56,7 @@ def fault(wire: Wire, rng: random.Random, parts: bool) -> None:
     """A peer dies, or a link breaks; one peer stays that all reach."""
     _hub, *others = wire.peers
     others = [key for key in others if key not in wire.dead]
-    leads = [key for key in others if wire.peers[key].led is not None]
+    leads = [key for key in others if wire.peers[key].gathering or wire.peers[key].leading]
     if parts and len(others) > 1 and rng.random() < 0.6:
         wire.cut_link(*rng.sample(others, 2))
     elif others:

@@ -13,7 +13,6 @@ import torch
 import shoal
 from shoal.compression import compression_by_spec
 from shoal.swarm.protocol.actions import Send
-from shoal.swarm.protocol.leading import Leading
 from shoal.swarm.protocol.messages import Begin, Commit, Part, Result
 from shoal.swarm.swarm import Swarm
 from tests.workers.killed import before_sending, die
@@ -80,9 +79,7 @@ class Averager:
 
         def look(swarm: Swarm, action: Send) -> None:
             nonlocal sent
-            if not isinstance(action.message, KINDS[where]) or (
-                where == "begin" and not isinstance(swarm.peer.led, Leading)
-            ):
+            if not isinstance(action.message, KINDS[where]) or (where == "begin" and swarm.peer.leading is None):
                 return
             if where in ("begin", "commit"):
                 perform(swarm, dataclasses.replace(action, to=action.to[:number]))

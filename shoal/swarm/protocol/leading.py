@@ -109,7 +109,8 @@ class Leading:
     _judgements: deque[_Judgement] = field(default_factory=deque, init=False)  # the next one first
 
     def __post_init__(self) -> None:
-        self.me, self.rules, self.signer = self.before.me, self.before.rules, self.before.signer
+        before = self.before
+        self.me, self.at, self.rules, self.signer = before.me, before.at, before.rules, before.signer
         self.witnesses = Witnesses(self.me)
         in_it = {member.key for member in self.begin.members}
         self.late = dict.fromkeys(key for key in self.before.joins if key not in in_it)  # they wait for the next round
@@ -131,6 +132,11 @@ class Leading:
     def over(self) -> bool:
         """Whether the round has ended, with a result or without."""
         return self.phase in (Phase.COMMITTED, Phase.ABORTED)
+
+    @property
+    def heard_from(self) -> dict[bytes, object]:
+        """See `Gathering.heard_from`."""
+        return self.before.heard_from
 
     # -- members that come late
 
@@ -270,11 +276,11 @@ class Leading:
 
     def elsewhere(self, key: bytes, now: float, *, coordinator: bytes | None = None) -> list[Send | Ask]:
         """See `Gathering.elsewhere`. This round can't wait any more, so it ends."""
-        if key in self.before.at.postponed:
+        if key in self.at.postponed:
             return self.put_out(key, "it is elsewhere, again", now)
         if key not in (self.live() if self._is_running else self.before.expected):
             return []
-        self.before.at.postponed[key] = coordinator in (None, key)
+        self.at.postponed[key] = coordinator in (None, key)
         return self.abort("a member is elsewhere: in another round, or past this one") if self._is_running else []
 
     def live(self) -> list[bytes]:
@@ -343,9 +349,9 @@ class Leading:
             key: the member.
             own: whether this peer would give way to the member itself, as far as it knows, and not to a third.
         """
-        if key in self.before.at.postponed:
+        if key in self.at.postponed:
             return False
-        self.before.at.postponed[key] = own
+        self.at.postponed[key] = own
         return True
 
     def give_way(self) -> None:

@@ -14,14 +14,7 @@ from shoal.p2p.leases import Leases
 from shoal.p2p.node import Reply
 from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.actions import Action, Ask, Cancel, Enter, FetchChunks, Send
-from shoal.swarm.protocol.book import (
-    RuleBroken,
-    RuleOutrun,
-    check_begin,
-    check_repair,
-    require,
-    require_timely,
-)
+from shoal.swarm.protocol.book import RuleBroken, RuleOutrun, check_begin, check_repair, require, require_timely
 from shoal.swarm.protocol.contribution import Buffers, BytesExchange, Contribution, Outcome
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected, Unusable
 from shoal.swarm.protocol.lifetimes import AtTip, InRound, OfInput

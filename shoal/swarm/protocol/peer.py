@@ -56,7 +56,8 @@ class Peer:
     Attributes:
         participant: the member's side.
         redo: the redo log.
-        led: the coordinator's side, when it was this peer's turn last; its round may be over.
+        gathering: the coordinator's side until BEGIN; None unless it is this peer's turn.
+        leading: the coordinator's side of the round that this peer has coordinated last at its tip; it may be over.
         doubts: the doubts about the coordinators of its tip.
         newcomers: whether the run may wait for newcomers, and until when.
         out: the actions to perform, in order.
@@ -91,7 +92,8 @@ class Peer:
         self._asked = 0  # how many members of a round were pinged, in turn
         # Signers of void COMMITs: until when their COMMITs are not believed, and for how long that was.
         self._void: dict[bytes, tuple[float, float]] = {}
-        self.led: Gathering | Leading | None = None
+        self.gathering: Gathering | None = None
+        self.leading: Leading | None = None
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
         self._settled_at = self._all_until = 0.0
         self._met = 1
@@ -99,16 +101,16 @@ class Peer:
     @property
     def lead(self) -> Gathering | Leading | None:
         """The coordinator's side; None unless it is this peer's turn."""
-        return None if isinstance(self.led, Leading) and self.led.over else self.led
+        return self.gathering or self._runs
 
     @property
-    def _gathering(self) -> Gathering | None:
-        """How the round that this peer has coordinated last was gathered."""
-        return self.led.before if isinstance(self.led, Leading) else self.led
+    def _runs(self) -> Leading | None:
+        """The coordinator's side of a round that is not over."""
+        return None if self.leading is None or self.leading.over else self.leading
 
     def _led_in(self, round_id: bytes) -> Leading | None:
         """The coordinator's side of the round of that name, if that is the last one that this peer has coordinated."""
-        return self.led if isinstance(self.led, Leading) and self.led.begin.round == round_id else None
+        return self.leading if self.leading is not None and self.leading.begin.round == round_id else None
 
     def _leads(self, round_id: bytes) -> Leading | None:
         """The same, if the round is not over."""
@@ -289,7 +291,7 @@ class Peer:
         participant = self.participant
         if elsewhere.begin is not None:
             require(self._names(elsewhere.begin, sender), "ELSEWHERE with a BEGIN that does not name its sender")
-            led, begin = self.led, elsewhere.begin
+            led, begin = self.gathering or self.leading, elsewhere.begin
             if led is not None and self._led_in(begin.round) is None:  # otherwise the sender is in this peer's round
                 self.out.extend(led.elsewhere(sender, now, coordinator=begin.ballot.coordinator))
         elif self._coordinator_of_round() is None and sender == self._successor():
@@ -315,8 +317,8 @@ class Peer:
         goes_back = self.view.goes_back(key, tip)
         follows = commit is not None and commit.tip == tip and key in commit.members
         follows = follows and not goes_back and not self.view.is_behind(key)
-        if goes_back and isinstance(self.led, Gathering):
-            self._go_on(self.led.went_back(key, now), now)
+        if goes_back and self.gathering is not None:
+            self._go_on(self.gathering.went_back(key, now), now)
         if self.view.told(key, tip, self.tip.outranks(tip) and not follows):
             self.members_changed(now)
         if not tip.outranks(self.tip) or self.view.ignores(key, now):
@@ -325,7 +327,7 @@ class Peer:
             return  # nobody can download that state from an auxiliary peer, so it does not count
         # The round of this tip was committed without this peer. So this peer begins none, and tells the members that
         # wait for it.
-        if isinstance(self.led, Gathering):
+        if self.gathering is not None:
             self._resign(msg.Elsewhere(self.view.members.get(key, self.view.me)))
         if participant.begin is not None and self._coordinator_of_round() is None:
             participant.leave()
@@ -352,8 +354,8 @@ class Peer:
         self.doubts.new_tip()
         self.newcomers.new_tip(self.tip, now)
         self._history.punctuality.new_tip()
-        if self._gathering is not None and self._gathering.at.tip != self.tip:
-            self.led = None
+        if (led := self.gathering or self.leading) is not None and led.at.tip != self.tip:
+            self.gathering = self.leading = None
         self.news += 1
         if self.participant.silence.patience.remembers:
             # Doubt a coordinator that has held up too many rounds before it begins this one.
@@ -508,7 +510,7 @@ class Peer:
                 self.newcomers.claims(sender, report, now)
             return elsewhere
         lead = self._coordinating(now)
-        if report.loading and isinstance(lead, Leading):
+        if report.loading and self.gathering is None:
             return self.hello()  # the round from that state has begun, and can't wait for the member
         answer, actions = lead.progress(sender, report, now)
         self._go_on(actions, now)
@@ -547,7 +549,7 @@ class Peer:
             self._go_on(self._coordinating(now).join(sender, join, gathered, now), now)
         elif sender not in self.view.members:
             return self.hello()  # this peer has lost the sender meanwhile, and the sender may not know that
-        return msg.Joined(self.tip, self.led.waits_for(now) if isinstance(self.led, Gathering) else 0.0)
+        return msg.Joined(self.tip, self.gathering.waits_for(now) if self.gathering is not None else 0.0)
 
     def _hear_tip(self, sender: bytes, tip: Tip, now: float) -> None:
         """A member has sent a report or a JOIN for that tip. If the tip's round was committed, send it the COMMIT."""
@@ -571,8 +573,8 @@ class Peer:
         """Let BEGIN wait, because some members may not have been found yet: before the first commit of a run, or after
         this peer was away."""
         self._settled_at = now + SETTLE_SECONDS
-        if isinstance(self.led, Gathering):
-            self.led.settle(self._settled_at)
+        if self.gathering is not None:
+            self.gathering.settle(self._settled_at)
 
     def _coordinating(self, now: float) -> Gathering | Leading:
         """The coordinator's side at this tip; a new one if there is none."""
@@ -585,27 +587,28 @@ class Peer:
             veterans = frozenset(key for key in there if not self.view.is_behind(key))
             me, rules, history, times = self._me, self.rules, self._history, (self._settled_at, self._all_until)
             patience, haste = self.participant.silence.patience, self.doubts.haste()
-            self.led = lead = Gathering(me, at, rules, self.signer, history, patience, veterans, haste, *times)
+            lead = Gathering(me, at, rules, self.signer, history, patience, veterans, haste, *times)
+            self.gathering, self.leading = lead, None
             self._go_on(lead.expect(self.view.connected(), now), now)
         return lead
 
     def _go_on(self, actions: Iterable[Action], now: float) -> None:
         """The coordinator's side wants these actions. If one of them is BEGIN, it leads the round from now on."""
         self.out.extend(actions)
-        if isinstance(self.led, Gathering) and self.led.begin is not None:
-            self.led = Leading.of(self.led, now)
+        if self.gathering is not None and self.gathering.begin is not None:
+            self.leading, self.gathering = Leading.of(self.gathering, now), None
 
     def _end_lead(self) -> None:
         """Forget the coordinator's side, except its ballot: this peer never begins two rounds under one ballot."""
-        if isinstance(self.led, Leading):
-            self.participant.at.led = self.led.ballot
-        self.led = None
+        if self.leading is not None:
+            self.participant.at.led = self.leading.ballot
+        self.gathering = self.leading = None
 
     def _resign(self, why: msg.Commit | msg.Elsewhere) -> None:
         """Stop coordinating this tip, and tell the members that have reported or joined here why. A JOIN of this peer
         to itself is void."""
-        heard_from = {} if self._gathering is None else self._gathering.heard_from
-        self._send([key for key in heard_from if key != self._me], why)
+        led = self.gathering or self.leading
+        self._send([key for key in (led.heard_from if led is not None else ()) if key != self._me], why)
         self.participant.rejoin(self._me)
         self._end_lead()
 
@@ -658,14 +661,14 @@ class Peer:
         if self.tip.epoch == 0 and len(self.view.members) > self._met:
             self.settle(now)
         self._met = len(self.view.members)
-        lead = self.lead
-        if isinstance(lead, Leading):
+        lead, gathering = self._runs, self.gathering
+        if lead is not None:
             for key in [key for key in lead.live() if not self.view.reaches(key)]:
                 self.out.extend(lead.put_out(key, "the connection to it was lost", now))
-        elif lead is not None and (coordinator := self.participant.coordinator()).key != self._me:
+        elif gathering is not None and (coordinator := self.participant.coordinator()).key != self._me:
             self._resign(msg.Elsewhere(coordinator))  # a member before this peer in the order has appeared
-        elif lead is not None:
-            self._go_on(lead.expect(self.view.connected(), now), now)
+        elif gathering is not None:
+            self._go_on(gathering.expect(self.view.connected(), now), now)
 
     def say(self, me: Member, now: float) -> None:
         """Change what this peer says of itself, and tell all members."""
@@ -709,8 +712,10 @@ class Peer:
     def succeed(self, now: float) -> None:
         """If nobody coordinates the round that this peer is in, take it over, or tell the member whose turn it is."""
         participant, round = self.participant, self.participant.round
-        if round is None or self._coordinator_of_round() is not None or self._asks_to_take_over(round.begin):
+        if round is None or self._coordinator_of_round() is not None:
             return
+        if (lead := self._leads(round.begin.round)) is not None and lead.ballot > participant.at.ballot:
+            return  # this peer has taken it over, and its own survey is still on its way to its participant
         begin, ballot = round.begin, participant.at.ballot
         if not self.view.reaches(ballot.coordinator):
             self.doubts.doubt(ballot.coordinator)
@@ -719,7 +724,8 @@ class Peer:
         if successor == self._me:
             lost = {member.key: "lost" for member in begin.members if not self.view.reaches(member.key)}
             before = Gathering(self._me, participant.at, self.rules, self.signer, phase=Until.OVER)
-            lead = self.led = Leading.after(before, round, {**participant.told_out, **lost}, self.doubts.evidence)
+            lead = Leading.after(before, round, {**participant.told_out, **lost}, self.doubts.evidence)
+            self.gathering, self.leading = None, lead
             self.out.extend(lead.start_survey(now))
         elif successor is not None:
             # The successor may not even have the BEGIN.
@@ -728,11 +734,6 @@ class Peer:
             self._tell_doubts(successor)
         else:
             participant.fail(AveragingError("its coordinator is lost, and nobody in reach can take the round over"))
-
-    def _asks_to_take_over(self, begin: msg.Begin) -> bool:
-        """Whether this peer has taken that round over, and its own survey is still on its way to its participant."""
-        lead = self._leads(begin.round)
-        return lead is not None and lead.ballot > self.participant.at.ballot
 
     def _successor(self) -> bytes | None:
         """The member whose turn it is to take over this peer's round; None if no reachable member can."""
@@ -857,7 +858,7 @@ class Peer:
         new = participant.deposed_by(message.doubts) - participant.at.deposed.keys()
         self.doubts.hear(doubt for doubt in message.doubts if doubt.of in new)
         self._depose(new)
-        if self._me in new and isinstance(self.led, Gathering):
+        if self._me in new and self.gathering is not None:
             self._resign(msg.Elsewhere(self.view.members[sender]))
 
     # -- signs of life and progress
@@ -865,10 +866,12 @@ class Peer:
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
         """Check whether the round makes progress and has a coordinator. Called every second. See `Participant.look`."""
         self.participant.look(moved, now)
-        self._tell_moves(self.newcomers.look(moved, now))
+        passed, coordinator = self.newcomers.look(moved, now), self.participant.coordinator().key
+        if passed and coordinator != self._me:
+            self._send([coordinator], msg.Moves(self.tip, tuple((key, float(nbytes)) for key, nbytes in passed)))
         self.redo.look(now)
         silence = self.participant.silence
-        if isinstance(lead := self.lead, Leading):
+        if (lead := self._runs) is not None:
             lead.saw(self._me, silence.signs, now)
             # A member that lacks something complains before this time is over.
             late = silence.reducer_timeout
@@ -876,18 +879,13 @@ class Peer:
         self._hold_to_deadlines(now)
         self.succeed(now)
 
-    def _tell_moves(self, passed: list[tuple[bytes, int]]) -> None:
-        coordinator = self.participant.coordinator().key
-        if passed and coordinator != self._me:
-            self._send([coordinator], msg.Moves(self.tip, tuple((key, float(nbytes)) for key, nbytes in passed)))
-
     def awaited(self, now: float) -> list[bytes]:
         """The peers that this peer waits for in a round, or until one begins."""
-        lead, participant = self.lead, self.participant
-        if isinstance(lead, Leading):
+        lead, gathering, participant = self._runs, self.gathering, self.participant
+        if lead is not None:
             return lead.live()
-        if lead is not None and lead.phase is Until.BEGIN:
-            return list(lead.expected)
+        if gathering is not None and gathering.phase is Until.BEGIN:
+            return list(gathering.expected)
         if participant.begin is not None:
             return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
         return [participant.joined] if participant.state is MemberState.JOINED else []
@@ -919,5 +917,5 @@ class Peer:
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
         self.participant.on_pong(key, ping, pong, now)
-        if isinstance(lead := self.lead, Leading):
+        if (lead := self._runs) is not None:
             lead.saw(key, pong.signs, now)
