@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,19 @@ import pytest
 import shoal
 
 PACKAGE = Path(shoal.__file__).parent
-TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-HOMES = [path for path in TREES if path.name in ("_torch.py", "_frameworks.py", "_python.py")]
+FILES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
+HOMES = [path for path in FILES if path.name in ("_torch.py", "_frameworks.py", "_python.py")]
 
 OTHERS = {"os._exit", "sys._getframe"}
 """Private by their names, but documented, and not torch's."""
 
 TORCH_ALSO = {"_version", "_base", "_parameters", "_buffers", "_step_count", "_unscale_grads_"}
 """Names of torch's that Shoal may use for its own attributes, too: of `self` they are Shoal's."""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse((PACKAGE / path).read_text())
 
 
 def is_private(name: str) -> bool:
@@ -30,11 +36,12 @@ def is_of_self(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
+@cache
 def own_names() -> set[str]:
     """What Shoal itself defines under a private name, outside of these files."""
     found: set[str] = set()
-    for path, tree in TREES.items():
-        for node in ast.walk(tree) if path not in HOMES else ():
+    for path in FILES:
+        for node in ast.walk(tree_of(path)) if path not in HOMES else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -44,15 +51,13 @@ def own_names() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-OWN = own_names()
-
-
 def foreign(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The lines and the names in a file that are private and not Shoal's: attributes, imports, and names as text."""
+    own = own_names()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             shared = node.attr in TORCH_ALSO and not is_of_self(node)
-            if (node.attr not in OWN or shared) and ast.unparse(node) not in OTHERS:
+            if (node.attr not in own or shared) and ast.unparse(node) not in OTHERS:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.FunctionDef) and node.name in TORCH_ALSO:
             yield node.lineno, f"def {node.name}"
@@ -62,13 +67,13 @@ def foreign(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             text = node.value
-            if is_private(text) and not text.startswith("_shoal") and (text not in OWN or text in TORCH_ALSO):
+            if is_private(text) and not text.startswith("_shoal") and (text not in own or text in TORCH_ALSO):
                 yield node.lineno, repr(text)
 
 
-@pytest.mark.parametrize("path", [path for path in TREES if path not in HOMES], ids=str)
-def test_no_other_file_reaches_for_a_private_name_of_torch(path: Path) -> None:
-    found = [f"line {line}: {name}" for line, name in foreign(TREES[path])]
+def test_no_other_file_reaches_for_a_private_name_of_torch() -> None:
+    others = [path for path in FILES if path not in HOMES]
+    found = [f"{path}:{line}: {name}" for path in others for line, name in foreign(tree_of(path))]
     assert found == [], "reach it through the room's _torch.py (or _frameworks.py), and say there what it is for"
 
 
@@ -93,13 +98,13 @@ def names_in(tree: ast.Module) -> set[str]:
 def test_every_private_name_says_what_it_is_for(path: Path) -> None:
     """It has a row in the table: the names, what for, since which version of torch, what happens where it is
     missing."""
-    rows = [line for line in (ast.get_docstring(TREES[path]) or "").splitlines() if line.startswith("| ``")]
+    rows = [line for line in (ast.get_docstring(tree_of(path)) or "").splitlines() if line.startswith("| ``")]
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
         assert len(cells) == 4, row
         assert all(cells), row
     told = " ".join(row.split(" | ")[0] for row in rows)
-    missing = {name for name in names_in(TREES[path]) if name not in told}
+    missing = {name for name in names_in(tree_of(path)) if name not in told}
     assert {name for name in missing if not (name.startswith("_foreach_") and "_foreach_*" in told)} == set()
 
 
