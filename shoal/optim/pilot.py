@@ -274,14 +274,15 @@ class Pilot:
         Raises:
             Rejected: if the run has other terms.
         """
+        rests = has_its_part and self._waited_at != tip
         try:
-            self.tracker.report(progress, behind=samples)
+            self.tracker.report(progress, behind=samples, rests=rests)
         except Behind as error:
             log.info("%s", error)
             return Next.LATE
-        if has_its_part and self._waited_at != tip and not self.is_due:
+        if rests and not self.is_due:
             self._waited_at = tip
-            with self.paused():
+            with self.tracker.waiting():
                 self.run.wait_for_round(tip, self._settings.matchmaking_time)
         return Next.END if self.is_due else Next.GO_ON
 
