@@ -115,10 +115,8 @@ class Leading:
         self.late = dict.fromkeys(key for key in before.joins if key not in self.begin.keys)  # they wait for the next
 
     @classmethod
-    def of(cls, before: Gathering, now: float) -> Leading:
+    def of(cls, before: Gathering, begin: msg.Begin, now: float) -> Leading:
         """Of the round that has just begun."""
-        assert before.begin is not None
-        begin = before.begin
         return cls(before, begin, begin.ballot, deadline=now + begin.timeout, got_on_at=now)
 
     @classmethod
@@ -386,12 +384,19 @@ class Leading:
 
         If a single member says that another one was put out, the two are parted, because reducers do not serve members
         that were put out. But if it shows the earlier coordinator's survey, the other one is out: a result may have
-        been decided without it."""
+        been decided without it.
+
+        If nobody were left by that, two sides of a partition have put each other out, and have met again. Then those
+        that were done under the highest ballot stay: they may hold what was decided. If none of them was done, nothing
+        was decided, and the round ends."""
         live = self.live()
         claims = [(by, of) for by, have in self.have.items() for of in have.out if of in live]
         times = Counter(of for _, of in claims)
         shown = {(by, of) for by, have in self.have.items() for of in self._put_out_before(by, have)}
         out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1 or (by, of) in shown)
+        done = {key: have.done for key, have in self.have.items() if have.done is not None and have.digests}
+        if done and len(out) == len(live):
+            out = {of: None for of in out if done.get(of) != max(done.values())}
         self.out.update((of, "put out by an earlier coordinator") for of in out)
         new = {frozenset((by, of)): by for by, of in claims if of not in out}
         repairs = [have.repair for have in self.have.values() if have.repair is not None]
@@ -446,5 +451,5 @@ class Leading:
     def abort(self, reason: str) -> list[Send | Ask]:
         """End the round without a result."""
         self.phase = Phase.ABORTED
-        to = tuple(dict.fromkeys([*self.live(), *self.late]))
+        to = tuple(dict.fromkeys([*(self.live() or self.have), *self.late]))
         return [Send(to, msg.Abort(self.begin.round, reason[:256]))]

@@ -95,8 +95,7 @@ class Peer:
         self.gathering: Gathering | None = None
         self.leading: Leading | None = None
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
-        self._settled_at = self._all_until = 0.0
-        self._met = 1
+        self._settled_at, self._all_until, self._met = 0.0, 0.0, 1
 
     @property
     def lead(self) -> Gathering | Leading | None:
@@ -595,8 +594,8 @@ class Peer:
     def _go_on(self, actions: Iterable[Action], now: float) -> None:
         """The coordinator's side wants these actions. If one of them is BEGIN, it leads the round from now on."""
         self.out.extend(actions)
-        if self.gathering is not None and self.gathering.begin is not None:
-            self.leading, self.gathering = Leading.of(self.gathering, now), None
+        if self.gathering is not None and (begin := self.gathering.begin) is not None:
+            self.leading, self.gathering = Leading.of(self.gathering, begin, now), None
 
     def _end_lead(self) -> None:
         """Forget the coordinator's side, except its ballot: this peer never begins two rounds under one ballot."""
