@@ -23,10 +23,10 @@ import torch
 
 from shoal.averaging.control import DEFAULT_TIMEOUT, Gathered, RoundReport, StepControl, check_weight
 from shoal.averaging.engine import NOT_STARTED, Attempt, Engine, Procedure
-from shoal.averaging.exchange import Infos, Vector, encoded_bytes, plan_of
+from shoal.averaging.exchange import Vector, encoded_bytes
 from shoal.averaging.options import described, term_of
 from shoal.averaging.runs import Runs, next_bits
-from shoal.compression import Compression, NoCompression, TensorRole, check_for_state
+from shoal.compression import Compression, CompressionInfo, NoCompression, TensorRole, check_for_state, plan_for
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
 from shoal.flat import MADE_IN_INFERENCE, FlatBuffer, Layout, neutral
@@ -41,7 +41,7 @@ from shoal.swarm.protocol.messages import Terms
 from shoal.swarm.protocol.plan import largest_chunk
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.view import Role
-from shoal.swarm.swarm import Place, Swarm
+from shoal.swarm.swarm import DEFAULT_REQUEST_TIMEOUT, Place, Swarm
 from shoal.transfer.donor import Copies, EncodedState, FrozenState, Offer, StateDonor, encoded
 from shoal.transfer.transfer import Downloaded, NoMemoryForState, NothingShared, download_state
 
@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = tuple[Any, list[torch.Tensor]]
 
-REQUEST_TIMEOUT = 10.0
 STATE_ROLES = (TensorRole.PARAMETER, TensorRole.OPTIMIZER)
 
 
@@ -157,7 +156,7 @@ class DecentralizedAverager:
         compression: Compression | None = None,
         error_feedback: float | None = None,
         state_compression: Compression | None = None,
-        tensor_infos: Infos | None = None,
+        tensor_infos: Sequence[CompressionInfo] | None = None,
         bandwidth: float | None = None,
         min_vector_size: int = 0,
         auxiliary: bool = False,
@@ -192,7 +191,7 @@ class DecentralizedAverager:
         admit_to(lambda: dht.node, prefix, membership)
         layout = Layout.of(averaged_tensors).on("cpu")
         self._compression = compression or NoCompression()
-        codecs = plan_of(self._compression, layout, tensor_infos)
+        codecs = plan_for(self._compression, layout, tensor_infos)
         self._vector = Vector(layout, codecs, error_feedback=error_feedback)
         self._rules = Rules(
             sizes=layout.sizes,
@@ -208,7 +207,7 @@ class DecentralizedAverager:
         self.total_size, self.schema_hash = sum(map(torch.numel, averaged_tensors)), layout.schema_hash
         self.averaging_alpha, self.tensor_infos = averaging_alpha, tensor_infos
         self.min_matchmaking_time, self.shutdown_timeout = min_matchmaking_time, shutdown_timeout
-        self.request_timeout = REQUEST_TIMEOUT if request_timeout is None else request_timeout
+        self.request_timeout = DEFAULT_REQUEST_TIMEOUT if request_timeout is None else request_timeout
         self.state_sharing_priority, self.in_step = 0.0, False
         self.lock_averaged_tensors = threading.Lock()
         self._tensors = tuple(averaged_tensors)
@@ -609,7 +608,7 @@ class DecentralizedAverager:
         def take() -> FrozenState:
             data, tensors, *infos = self.get_current_state()
             memory = (tensors if isinstance(tensors, Copies) else Copies.of(tensors)).memory
-            return FrozenState.of(swarm.tip, memory, data, plan_of(self._state_compression, memory.layout, *infos))
+            return FrozenState.of(swarm.tip, memory, data, plan_for(self._state_compression, memory.layout, *infos))
 
         # In one expression, so that the tensors are released before the snapshot is encoded.
         return await asyncio.to_thread(lambda: encoded(take()))

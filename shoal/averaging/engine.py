@@ -12,9 +12,10 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from shoal.averaging.control import AveragingStage, Gathered, Hold, RoundReport, StepControl
-from shoal.averaging.exchange import Exchange, Vector, compute_serially
+from shoal.averaging.exchange import Exchange, Vector
 from shoal.dht.dht import DHT
 from shoal.dht.records import get_dht_time
+from shoal.flat import compute_serially
 from shoal.interrupts import finished, result_of, unbroken
 from shoal.swarm.protocol.contribution import Contribution, Outcome, told
 from shoal.swarm.protocol.errors import AveragingError, Behind, Rejected

@@ -8,25 +8,23 @@ part that it sends: see `residual`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
 from blake3 import blake3
 
-from shoal.averaging.residual import Errors, Residual, check_error_feedback
-from shoal.compression import Codec, CodecPlan, Compression, CompressionInfo, NoCompression, plan_codecs
-from shoal.flat import FlatBuffer, Layout, bytes_of, is_finite
+from shoal.averaging.residual import Errors, Residual
+from shoal.compression import Codec, CodecPlan, NoCompression
+from shoal.flat import BufferSpec, FlatBuffer, Layout, bytes_of, is_finite
 from shoal.p2p.identity import PeerID
 from shoal.p2p.leases import Expected, Leases
-from shoal.swarm.protocol.book import Book, RuleBroken
+from shoal.swarm.protocol.book import Book, RuleBroken, require
 from shoal.swarm.protocol.contribution import Fault, Outcome, SendTo
 from shoal.swarm.protocol.messages import Begin, Carries, Part, Repair, Result, Source, name_of
 from shoal.swarm.protocol.plan import ChunkSpan, chunk_table
 
 Flat = Sequence[torch.Tensor]
-Infos = Sequence[CompressionInfo]
 
 
 class Exchange:
@@ -56,23 +54,21 @@ class Exchange:
             chunks = chunk_table([tensor.numel() for tensor in self._inputs], begin.chunk_elements)
         except ValueError as error:
             raise RuleBroken(str(error)) from error
-        if begin.starts[-1] != len(chunks):
-            raise RuleBroken(f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}")
+        divided = f"BEGIN divides {begin.starts[-1]} chunks; the vector has {len(chunks)}"
+        require(begin.starts[-1] == len(chunks), divided)
         self.book, self.progressed = Book(me, begin, chunks), 0
         codecs = sum((vector.codecs for vector in vectors), CodecPlan((), 0))
         self._codecs = self._result_codecs = _codecs_of(codecs, chunks)
         if codecs.results is not codecs:
             self._result_codecs = _codecs_of(codecs.results, chunks)
-        residuals = [residual for vector in vectors for residual in vector.residuals]
-        self._errors = Errors(residuals, self.book) if any(residuals) else None
+        self._errors = Errors([residual for vector in vectors for residual in vector.residuals], self.book)
         self._send, self._fault = send, fault
         self._started = False
         self._expected = Expected(Leases())  # output memory into which chunks are received directly
         self._payloads: dict[int, dict[bytes, memoryview]] = {}
         self.encoded: dict[int, bytes] | None = None
-        if self._errors is not None:
-            for vector in vectors:
-                vector.opened(self._errors)
+        for vector in vectors:
+            vector.opened(self._errors)
 
     def start(self, weight: float, leases: Leases) -> None:
         """Send the first parts, and reduce the chunks that are ready. Before this call the input is not read, and the
@@ -95,8 +91,7 @@ class Exchange:
             RuleBroken: if the part breaks the rules of the round.
         """
         chunk = part.chunk
-        if len(buffers) > 1:
-            raise RuleBroken(f"a part with {len(buffers)} payloads")
+        require(len(buffers) <= 1, f"a part with {len(buffers)} payloads")
         if sender in self.book.weights and bool(buffers) != (part.weight > 0):
             raise RuleBroken(f"chunk {chunk} {'has' if buffers else 'lacks'} a payload, against its weight")
         if not self.book.part_arrived(sender, chunk, part.plan, part.weight):
@@ -119,17 +114,12 @@ class Exchange:
         """
         chunk = result.chunk
         if self.book.result_arrived(sender, chunk, result.plan):
-            if len(buffers) != 1:
-                raise RuleBroken(f"a result with {len(buffers)} payloads")
-            codec = self._result_codecs[chunk]
-            self._check_size(chunk, buffers[0], codec)
+            require(len(buffers) == 1, f"a result with {len(buffers)} payloads")
+            self._check_size(chunk, buffers[0], self._result_codecs[chunk])
             self.progressed += 1
             in_place, out = self._expected.stop(chunk), self._slice(self._outputs, chunk)
             if not in_place:
-                try:
-                    out.copy_(codec.decode(buffers[0], out.dtype, out.numel()))
-                except ValueError as error:
-                    raise RuleBroken(f"the result of chunk {chunk} can't be decoded: {error}") from error
+                out.copy_(self._decoded(chunk, buffers[0], f"the result of chunk {chunk} can't be decoded"))
                 self._keep_encoded(chunk, buffers[0])
             self._received(chunk, out)
         self._send_parts()
@@ -173,25 +163,26 @@ class Exchange:
         """
         if self.encoded is not None:
             self.encoded.pop(chunk, None)  # of an earlier version of the chunk
-        if data.nbytes != bytes_of(self._slice(self._outputs, chunk)).nbytes:
-            data = self._decoded(chunk, data)
-        in_place, out = self._expected.stop(chunk), bytes_of(self._slice(self._outputs, chunk))
+        values, wrong = self._slice(self._outputs, chunk), f"chunk {chunk} is not the one that was committed"
+        if data.nbytes != bytes_of(values).nbytes:
+            data = bytes_of(torch.empty_like(values).copy_(self._decoded(chunk, data, wrong)))
+        in_place, out = self._expected.stop(chunk), bytes_of(values)
         # If two holders were asked because the first was late, the output memory may have received the other's bytes.
         in_place = in_place and blake3(out).digest() == digest
         if data.nbytes != out.nbytes or not (in_place or blake3(data).digest() == digest):
-            raise RuleBroken(f"chunk {chunk} is not the one that was committed")
+            raise RuleBroken(wrong)
         if not in_place:
             out[:] = data
         self.progressed += 1
         self.book.received(chunk, digest)
 
-    def _decoded(self, chunk: int, payload: memoryview) -> memoryview:
-        """The bytes of a chunk that came encoded."""
+    def _decoded(self, chunk: int, payload: memoryview, wrong: str) -> torch.Tensor:
+        """The average of a chunk, from its encoded form. Raises RuleBroken, which says `wrong`, if it has none."""
         out, codec = self._slice(self._outputs, chunk), self._result_codecs[chunk]
         try:
-            return bytes_of(torch.empty_like(out).copy_(codec.decode(payload, out.dtype, out.numel())))
+            return codec.decode(payload, out.dtype, out.numel())
         except ValueError as error:
-            raise RuleBroken(f"chunk {chunk} is not the one that was committed: {error}") from error
+            raise RuleBroken(f"{wrong}: {error}") from error
 
     def _keep_encoded(self, chunk: int, payload: memoryview) -> None:
         """Keep that payload for the redo log, if it is wanted and the payload differs from the chunk's own bytes."""
@@ -229,8 +220,7 @@ class Exchange:
     def _check_size(self, chunk: int, data: memoryview, codec: Codec) -> None:
         span = self.book.chunks[chunk]
         expected = codec.encoded_nbytes(span.stop - span.start, self._outputs[span.buffer].dtype)
-        if data.nbytes != expected:
-            raise RuleBroken(f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
+        require(data.nbytes == expected, f"chunk {chunk} came as {data.nbytes} bytes instead of {expected}")
 
     def _send_parts(self) -> None:
         for owner, chunk in self.book.next_parts() if self._started else ():
@@ -242,7 +232,7 @@ class Exchange:
     def _encoded(self, chunk: int, reducer: bytes) -> memoryview:
         """This member's part of a chunk, encoded for that reducer."""
         part, codec = self._part(chunk), self._codecs[chunk]
-        if self._errors is None or not self._errors.keeps(chunk):
+        if not self._errors.keeps(chunk):
             return codec.encode(part)
         narrow = part.to(self._slice(self._inputs, chunk).dtype)
         encoded = codec.encode(narrow)
@@ -254,21 +244,20 @@ class Exchange:
     def _part(self, chunk: int) -> torch.Tensor:
         """This member's part of a chunk, before it is encoded."""
         mine = self._slice(self._inputs, chunk)
-        return self._errors.corrected(chunk, mine) if self._errors is not None and self._errors.keeps(chunk) else mine
+        return self._errors.corrected(chunk, mine) if self._errors.keeps(chunk) else mine
 
     def _reduce(self, chunks: Sequence[int]) -> None:
         book = self.book
         for chunk in chunks if self._started else ():
             out, codec = self._slice(self._outputs, chunk), self._result_codecs[chunk]
             contributions = self._contributions(chunk)
-            keeps = self._errors is not None and self._errors.keeps(chunk)
+            keeps = self._errors.keeps(chunk)
             mean = torch.empty_like(out, dtype=_wide(out.dtype)) if keeps else out
             _weighted_mean(contributions, mean)
             if not is_finite(mean):
                 finite = {key: pair for key, pair in contributions.items() if is_finite(pair[0])}
-                for key in contributions:
-                    if key not in finite:
-                        self._fault(key, f"its chunk {chunk} has values that are not finite (NaN or infinity)")
+                for key in [key for key in contributions if key not in finite]:
+                    self._fault(key, f"its chunk {chunk} has values that are not finite (NaN or infinity)")
                 contributions = finite
                 _weighted_mean(contributions, mean)
             if mean is not out:
@@ -283,7 +272,7 @@ class Exchange:
             self._send(book.recipients(), message, [encoded], self._name(Carries.RESULT, chunk))
             if book.receives[book.me]:
                 self._received(chunk, out)
-            if self._errors is not None and keeps and book.me in contributions:
+            if keeps and book.me in contributions:
                 weights = [weight for _, weight in contributions.values()]
                 self._errors.reduced(chunk, mean.sub_(out), book.digests[chunk], book.weights[book.me], weights)
 
@@ -357,8 +346,11 @@ class Vector:
     def __init__(
         self, layout: Layout, codecs: CodecPlan, *, pinned: bool = False, error_feedback: float | None = None
     ) -> None:
+        is_number = isinstance(error_feedback, int | float) and not isinstance(error_feedback, bool)
+        if error_feedback is not None and not (is_number and 0 < error_feedback <= 1):
+            raise ValueError(f"error_feedback={error_feedback!r}: give a number over 0 and at most 1, or None for none")
         self.layout, self.sizes, self.codecs, self._pinned = layout, layout.sizes, codecs, pinned
-        self.error_feedback = check_error_feedback(error_feedback)
+        self.error_feedback = error_feedback
         self._errors: Errors | None = None  # of the last round, with error feedback
 
     @cached_property
@@ -375,14 +367,14 @@ class Vector:
     def residuals(self) -> list[Residual | None]:
         """The residual of each flat buffer; None without error feedback, and for a buffer that is not of floating
         point."""
-        if (beta := self.error_feedback) is None:
-            return [None] * len(self.sizes)
-        return [
-            Residual(torch.zeros(buffer.numel, dtype=torch.float32, device="cpu"), beta)
-            if buffer.dtype.is_floating_point
-            else None
-            for buffer in self.layout.buffers
-        ]
+        beta = self.error_feedback
+
+        def of(buffer: BufferSpec) -> Residual | None:
+            if beta is None or not buffer.dtype.is_floating_point:
+                return None
+            return Residual(torch.zeros(buffer.numel, dtype=torch.float32, device="cpu"), beta)
+
+        return list(map(of, self.layout.buffers))
 
     def read_from(self, memory: FlatBuffer) -> None:
         """Take that memory for the inputs, if it has the layout of the vector."""
@@ -418,26 +410,3 @@ def encoded_bytes(parts: Iterable[Vector]) -> float:
             count, dtype = span.stop - span.start, part.layout.buffers[span.buffer].dtype
             nbytes, elements = nbytes + span.codec.encoded_nbytes(count, dtype), elements + count
     return nbytes / elements if elements else 4.0
-
-
-def plan_of(compression: Compression, layout: Layout, infos: Infos | None = None) -> CodecPlan:
-    """The codecs of a layout. `infos` give the names, roles and kinds of its tensors; by default a tensor's name is its
-    position."""
-    if infos is None:
-        return plan_codecs(compression, layout)
-    roles, keys, kinds = [info.role for info in infos], [info.key for info in infos], [info.kind for info in infos]
-    return plan_codecs(compression, layout, roles, keys, kinds=kinds)
-
-
-def compute_serially() -> None:
-    """Let torch compute with one thread in the calling thread, and change nothing for other threads.
-
-    This is for the reactor: a chunk is too small for a parallel region, and the trainer needs the cores. (4 peers on 2
-    cores, 25M float32: a round takes 1.4 s with torch's default, 0.58 s with one thread.) `torch.set_num_threads` sets
-    both the calling thread's number and the default of later threads; another thread restores the default.
-    """
-    default = torch.get_num_threads()
-    torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(default,), name="shoal-threads")
-    restore.start()
-    restore.join()

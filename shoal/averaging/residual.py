@@ -121,14 +121,3 @@ class Errors:
         residual = self._residuals[span.buffer]
         assert residual is not None
         return residual, residual.values[span.start : span.stop]
-
-
-def check_error_feedback(beta: float | None) -> float | None:
-    """Return `beta`.
-
-    Raises:
-        ValueError: unless it is None, or a number over 0 and at most 1.
-    """
-    if beta is not None and (isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta <= 1):
-        raise ValueError(f"error_feedback={beta!r}: give a number over 0 and at most 1, or None for none")
-    return beta

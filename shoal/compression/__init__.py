@@ -34,7 +34,7 @@ from shoal.compression.codec import Codec, Compression, PartsAndResults
 from shoal.compression.float16 import Float16Compression
 from shoal.compression.info import CompressionInfo, TensorRole
 from shoal.compression.none import NoCompression
-from shoal.compression.plan import CodecPlan, CodecSpan, PiecewiseCodec, plan_codecs
+from shoal.compression.plan import CodecPlan, CodecSpan, PiecewiseCodec, plan_codecs, plan_for
 from shoal.compression.quantile8bit import Quantile8BitQuantization
 from shoal.compression.registry import check_for_state, codec_by_name, compression_by_spec
 from shoal.compression.scaled_float16 import ScaledFloat16Compression
@@ -66,4 +66,5 @@ __all__ = [
     "codec_by_name",
     "compression_by_spec",
     "plan_codecs",
+    "plan_for",
 ]

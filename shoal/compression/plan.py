@@ -296,3 +296,16 @@ def plan_codecs(
             codec = StatisticCodec(codec)
         codecs.append(KindCodec(codec, number) if codec.lossy and number else codec)
     return CodecPlan.of(layout, codecs)
+
+
+def plan_for(compression: Compression, layout: FlatLayout, infos: Sequence[CompressionInfo] | None = None) -> CodecPlan:
+    """The plan of a layout of whose tensors these are the infos, which give their names, roles and kinds. None: the
+    plan of tensors without roles, each named by its position.
+
+    Raises:
+        ValueError: as `plan_codecs`.
+    """
+    if infos is None:
+        return plan_codecs(compression, layout)
+    roles, keys, kinds = [info.role for info in infos], [info.key for info in infos], [info.kind for info in infos]
+    return plan_codecs(compression, layout, roles, keys, kinds=kinds)

@@ -29,7 +29,7 @@ from shoal.flat.given import Listed
 from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
-from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, neutral, neutral_modes, users_modes
+from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, compute_serially, neutral, neutral_modes, users_modes
 from shoal.flat.replacement import Places, holders_of, living_modules
 from shoal.flat.shown import OwnGroups, Shown, ShowsGroups
 from shoal.flat.span import Span
@@ -68,6 +68,7 @@ __all__ = [
     "before_loading",
     "before_saving",
     "bytes_of",
+    "compute_serially",
     "grad_of",
     "holders_of",
     "is_finite",

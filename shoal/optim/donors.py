@@ -12,8 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.averaging.exchange import compute_serially
 from shoal.dht.dht import DHT
+from shoal.flat import compute_serially
 from shoal.interrupts import finished, result_of
 from shoal.p2p.errors import P2PError, PeerUnreachable, Refused
 from shoal.p2p.identity import PeerID

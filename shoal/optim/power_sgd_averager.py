@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from shoal.averaging.engine import Attempt
-from shoal.averaging.exchange import Vector, plan_of
+from shoal.averaging.exchange import Vector
+from shoal.compression import plan_codecs
 from shoal.dht.dht import DHT
 from shoal.flat import Layout, neutral
 from shoal.optim.grad_averager import GradientAverager
@@ -101,7 +101,7 @@ class PowerSGDGradientAverager(GradientAverager):
         )
         plain = [torch.empty_like(gradients[index], device="meta") for index in self._plain]
         layouts = [Layout.of(tensors).on("cpu") for tensors in (lefts, [*rights, *plain])]
-        self._left, self._right = (Vector(layout, plan_of(self._compression, layout)) for layout in layouts)
+        self._left, self._right = (Vector(layout, plan_codecs(self._compression, layout)) for layout in layouts)
         self._qs, self._errors = self._first()
         agreed = {"averager_rank": str(self.rank), "min_compression_ratio": f"{self.min_compression_ratio:g}"}
         self._average_by(self._two_rounds, self._left.sizes, **agreed)
@@ -197,7 +197,7 @@ class PowerSGDGradientAverager(GradientAverager):
 
     def _second_run(self, begin: Begin) -> contextlib.AbstractAsyncContextManager[Swarm]:
         """The run of the second round, whose members are those of the first."""
-        rules = dataclasses.replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
+        rules = replace(self._rules, sizes=self._right.sizes, target_group=len(begin.members), min_group=1)
         return self._runs.joined(f"{self.prefix}/{begin.round.hex()}", rules, begin.members)
 
     def _common_qs(self, begin: Begin) -> Tensors:

@@ -25,6 +25,7 @@ from shoal.membership.membership import MEMBERSHIP, Membership, Part
 from shoal.membership.pin import PIN, Pin
 from shoal.membership.revocations import REVOCATIONS, Revocations
 from shoal.membership.run import ClosedRun
+from shoal.membership.signed import StatementKind
 from shoal.p2p.errors import P2PError, Refused, Unanswered
 from shoal.p2p.identity import PeerID
 from shoal.p2p.node import Answer, Node, Service
@@ -32,6 +33,7 @@ from shoal.p2p.node import Answer, Node, Service
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Said = TypeVar("Said", Revocations, Pin)
 
 REFUSAL = "members only"
 MAX_REFUSALS = 3  # replies to one stranger in all, less than 1 kB with their envelopes
@@ -334,15 +336,19 @@ class Gate:
             connected = [PeerID(key) for key in self._admitted if self._node.is_connected(PeerID(key))]
             self._node.notify(connected, self._service, News(*self.texts))
 
-    def _hear_revocations(self, text: str) -> bool:
-        if not text or text == self.texts[0]:
-            return False
+    def _newer(self, kind: StatementKind[Said], text: str, known: Said | None, what: str) -> Said | None:
+        """What the owner says in that text, if it is newer than what is `known` here; else None."""
+        if text in ("", *self.texts):
+            return None
         try:
-            said = REVOCATIONS.read(text, self.run)
+            said = kind.read(text, self.run)
         except ValueError as error:
-            log.debug("a list of revocations is not followed: %s", error)
-            return False
-        if self.revocations is not None and said.number <= self.revocations.number:
+            log.debug("%s is not followed: %s", what, error)
+            return None
+        return said if known is None or said.number > known.number else None
+
+    def _hear_revocations(self, text: str) -> bool:
+        if (said := self._newer(REVOCATIONS, text, self.revocations, "a list of revocations")) is None:
             return False
         self.revocations, self.texts[0] = said, text
         void = [key for key, held in self._admitted.items() if said.voids(held.membership)]
@@ -355,14 +361,7 @@ class Gate:
         return True
 
     def _hear_pin(self, text: str) -> bool:
-        if not text or text == self.texts[1]:
-            return False
-        try:
-            said = PIN.read(text, self.run)
-        except ValueError as error:
-            log.debug("a pin is not followed: %s", error)
-            return False
-        if self.pin is not None and said.number <= self.pin.number:
+        if (said := self._newer(PIN, text, self.pin, "a pin")) is None:
             return False
         self.pin, self.texts[1] = said, text
         log.info("the owner of %s has pinned the state %s (pin %d)", self.run.run_id, said.tip, said.number)

@@ -46,7 +46,7 @@ from shoal.swarm.protocol.tip import Tip
 from shoal.swarm.protocol.view import Member, Reach, Role, View
 
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` if none is given, in seconds
-JOIN_TIMEOUT = 10.0
+DEFAULT_REQUEST_TIMEOUT = 10.0  # `request_timeout` if none is given, in seconds
 AGAIN_SECONDS = 1.5  # a round waits this long for a member that this peer could not reach before
 DECLINED_SECONDS = 0.05  # pause after a declined JOIN, in which the two peers exchange their tips or views
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
@@ -129,7 +129,7 @@ class Swarm:
         # A reducer that waits for a part looks like one that stalls, so it may complain first.
         reducer_timeout = 2 * sender_timeout if place.reducer_timeout is None else place.reducer_timeout
         self.node, self.rules, self._chunk_timeout = node, rules, chunk_timeout
-        self._request_timeout = JOIN_TIMEOUT if place.request_timeout is None else place.request_timeout
+        self._request_timeout = DEFAULT_REQUEST_TIMEOUT if place.request_timeout is None else place.request_timeout
         self.gate = gate = gate_of(node, run_id)
         self._averages = bool(rules.sizes or rules.due_sizes or rules.state_sizes)
         if gate is not None:
@@ -248,7 +248,7 @@ class Swarm:
         self.peer.settle(self._now())
         self.node.serve(self.service, self._handle)
         if self.gate is not None:
-            self._leave_gate = self.gate.enter(self._removed, self._tell_news)
+            self._leave_gate = self.gate.enter(self._left, self._tell_news)
         self._stop_listening = self.node.on_lost(lambda peer, reason: self._lost(peer.key))
         try:
             await self.contacts.start()
@@ -552,7 +552,7 @@ class Swarm:
         """A round begins: measure the rates of links in it, unless it is too small for that."""
         self._end_measuring()
         if begin.starts[-1] * begin.chunk_elements * self.rules.element_bytes >= LEAST_BYTES:
-            self._before = self._flows(member.key for member in begin.members if member.key != self.me.key)
+            self._before = self._flows(key for key in begin.keys if key != self.me.key)
 
     def _end_measuring(self) -> None:
         """The round has ended: add the rates that it has shown. A round without a result counts as well: with these
@@ -650,8 +650,7 @@ class Swarm:
             case msg.Describe():
                 return self.contacts.on_describe(peer, buffers[0] if buffers else b"")
             case msg.Leave():
-                self.contacts.left(peer.key)
-                self._lost(peer.key)
+                self._left(peer.key)
                 return None
             case msg.Join():
                 return self._on_join(peer, message, buffers)
@@ -695,8 +694,8 @@ class Swarm:
         self.peer.undecodable(peer.key, reason)
         self._act()
 
-    def _removed(self, key: bytes) -> None:
-        """That peer's membership of the closed run has ended."""
+    def _left(self, key: bytes) -> None:
+        """That peer leaves the run, or its membership of the closed run has ended."""
         self.contacts.left(key)
         self._lost(key)
 
@@ -842,7 +841,7 @@ class Swarm:
         lost = self.peer.view.lost
         patience = {member.key: AGAIN_SECONDS if member.key in lost else self._chunk_timeout for member in missing}
         failed = await self._channel.connect(patience)
-        await self._channel.introduce_all([m.key for m in begin.members if m.key not in patience], self._chunk_timeout)
+        await self._channel.introduce_all([key for key in begin.keys if key not in patience], self._chunk_timeout)
         if participant.begin is not begin:
             return  # the round has ended meanwhile
         for key, reason in failed.items():

@@ -13,7 +13,7 @@ from shoal.compression import CodecPlan
 
 
 def given(
-    mine: torch.Tensor, average: torch.Tensor, codecs: CodecPlan, residuals: Sequence[Residual | None] = ()
+    mine: torch.Tensor, average: torch.Tensor, codecs: CodecPlan, residuals: Sequence[Residual | None] = (None,)
 ) -> list[Any]:
     """A vector of one buffer with these inputs and outputs, as the only one of an `Exchange`."""
     inputs, outputs = SimpleNamespace(flat=[mine]), SimpleNamespace(flat=[average])

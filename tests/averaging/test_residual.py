@@ -100,7 +100,6 @@ class OneMember:
     def owes(self, chunk: int) -> torch.Tensor:
         assert torch.equal(self.residual.values, self.before), "something has changed before COMMIT"
         assert self.exchange.book.complete
-        assert self.exchange._errors is not None
         self.exchange._errors.settle()
         after = self.residual.values.clone()
         self.exchange._errors.settle()

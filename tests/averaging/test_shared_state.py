@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.averaging.exchange import plan_of
-from shoal.compression import NoCompression
+from shoal.compression import NoCompression, plan_codecs
 from shoal.transfer.donor import Copies, FrozenState
 from shoal.transfer.manifest import BufferShape, Manifest
 from shoal.transfer.transfer import Downloaded
@@ -18,7 +17,7 @@ from tests.swarm.rounds import TIP
 
 def snapshot_of(data: object, tensors: Sequence[torch.Tensor]) -> FrozenState:
     memory = Copies.of(tensors).memory
-    return FrozenState.of(TIP, memory, data, plan_of(NoCompression(), memory.layout))
+    return FrozenState.of(TIP, memory, data, plan_codecs(NoCompression(), memory.layout))
 
 
 def downloaded(snapshot: FrozenState, buffers: Sequence[torch.Tensor], layout: bytes) -> Downloaded:

@@ -40,7 +40,7 @@ OF_TORCH = {"shoal.Joinable", "shoal.JoinHook"}
 INTERNAL = {
     f"shoal.compression.{name}"
     for name in ("CodecPlan", "CodecSpan", "PiecewiseCodec", "check_for_state", "codec_by_name", "compression_by_spec",
-                 "plan_codecs")
+                 "plan_codecs", "plan_for")
 } | {"shoal.outer.ExactSGD", "shoal.functional.State", "shoal.functional.register_functional_optim"}  # fmt: skip
 
 # What a new user asks, and the heading that answers it.

@@ -57,7 +57,8 @@ def at_tip(last: int = 0, tip: Tip = TIP) -> AtTip:
 def begun(gathering: Gathering, now: float = 0.0) -> Leading:
     """The round that has begun."""
     assert gathering.begin is not None
-    return Leading.of(gathering, now)
+    assert gathering.begin is not None
+    return Leading.of(gathering, gathering.begin, now)
 
 
 def begin_of(

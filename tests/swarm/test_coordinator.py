@@ -798,8 +798,9 @@ def test_a_round_ends_when_all_are_said_to_be_out() -> None:
     coordinator.put_out(key(2), "lost", 1.0)
     ballot = coordinator.ballot
     assert ballot is not None
-    survey_answer(coordinator, 1, have_of(ballot, out=keys(1, 2)))
+    actions = survey_answer(coordinator, 1, have_of(ballot, out=keys(1, 2)))
     assert coordinator.phase is Phase.ABORTED
+    assert told(actions, Abort) == {key(1)}
 
 
 # -- a successor and its predecessor
@@ -882,6 +883,49 @@ def test_whom_an_earlier_coordinator_put_out_stays_out() -> None:
     assert set(again.out) == set(keys(3, 4))
     assert again.ballot > survey.ballot
     assert coordinator.live() == list(keys(1, 2))
+
+
+def two_sides_that_put_each_other_out(
+    done: dict[int, Ballot], last: Role = Role.NODE
+) -> tuple[Leading, list[Send | Ask]]:
+    """Peer 1 takes over, and all four answer: two that were told that the others are out, and these, that were told the
+    same of the two. Some were `done`."""
+    coordinator = taking_over(begin_of([*members(1, 2, 3), member(4, last)], coordinator=5), attempt=3, lost=())
+    ballot, actions = the(coordinator.start_survey(1.0), Survey).ballot, []
+    for number, role in zip((1, 2, 3, 4), (*[Role.NODE] * 3, last), strict=True):
+        digests = () if role is Role.AUXILIARY else ALL if number in done else [b""] * 8
+        out = keys(3, 4) if number < 3 else keys(1, 2)
+        actions = survey_answer(coordinator, number, have_of(ballot, digests, done=done.get(number), out=out))
+    return coordinator, actions
+
+
+@pytest.mark.parametrize(
+    ("done", "last"),
+    [({}, Role.NODE), ({4: Ballot(1, key(5))}, Role.AUXILIARY)],
+    ids=["none was done", "an auxiliary was, which holds nothing"],
+)
+def test_if_two_sides_have_put_each_other_out_all_hear_of_the_end(done: dict[int, Ballot], last: Role) -> None:
+    """Nobody heard of it: the successor stayed in the round, and took it over again, for ever."""
+    coordinator, actions = two_sides_that_put_each_other_out(done, last)
+    assert coordinator.phase is Phase.ABORTED
+    assert told(actions, Abort) == set(keys(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("done", "stay"),
+    [
+        ({4: Ballot(1, key(5))}, (4,)),
+        ({1: Ballot(1, key(5)), 3: Ballot(2, key(4)), 4: Ballot(2, key(4))}, (3, 4)),
+        ({2: Ballot(3, key(1)), 3: Ballot(2, key(4)), 4: Ballot(2, key(4))}, (2,)),
+    ],
+)
+def test_if_two_sides_have_put_each_other_out_the_last_that_were_done_decide(
+    done: dict[int, Ballot], stay: tuple[int, ...]
+) -> None:
+    """The coordinator that they followed may have committed, and told nobody who answers."""
+    _, actions = two_sides_that_put_each_other_out(done)
+    assert told(actions, Survey) == set(keys(*stay))
+    assert told(actions, Abort) == set()
 
 
 def test_a_higher_ballot_of_one_that_lives_is_given_way_to() -> None:

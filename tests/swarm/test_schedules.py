@@ -3,6 +3,7 @@ one result in all of them."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 from shoal.swarm.protocol.leading import Leading
+from shoal.swarm.protocol.messages import Survey
 from tests.simulation.swarms import seeds
-from tests.swarm.rounds import RULES, member
-from tests.swarm.wire import Wire
+from tests.swarm.rounds import RULES, keys, member
+from tests.swarm.wire import Request, Wire
 
 PATIENT = replace(RULES, round_timeout=86400.0)
 SCHEDULES = 60  # of each seed
@@ -173,3 +175,38 @@ def test_who_was_put_out_does_not_say_that_the_round_has_ended() -> None:
 )
 def test_a_schedule_that_once_broke_this(seed: int, number: int, parts: bool) -> None:
     check(drawn(random.Random(f"{seed} {number}"), parts), parts, number)
+
+
+def test_a_round_whose_two_sides_have_put_each_other_out_ends() -> None:
+    """They met again before any of them was done, and lost both coordinators. The next one heard that all were out,
+    told nobody that the round was over, and took it over again, for ever."""
+    wire = Wire([member(number) for number in range(1, 7)], PATIENT)
+    for each in wire.peers:
+        wire.offer(each)
+    while not all(peer.participant.begin is not None for peer in wire.peers.values()):
+        wire.deliver(wire.waiting()[0])
+    for one, other in itertools.product(keys(1, 2, 3), keys(4, 5, 6)):
+        wire.cut_link(one, other)
+    while unnoticed := wire.unnoticed():
+        wire.notice(*unnoticed[0])
+    while surveys := [way for way in wire.waiting() if any(map(is_survey, wire.ways[way]))]:
+        wire.deliver(surveys[0])
+    rounds = [peer.participant.round for peer in wire.peers.values()]
+    assert all(round is not None and len(round.exchange.book.out) == 3 and not round.done for round in rounds)
+    leads = leads_of(wire)
+    assert len(leads) == 2
+    wire.heal()
+    for key, _ in leads:
+        wire.kill(key, 0)
+    for step in range(4000):
+        if ways := wire.waiting():
+            wire.deliver(ways[step * 7919 % len(ways)])
+        elif unnoticed := wire.unnoticed():
+            wire.notice(*unnoticed[0])
+        elif wire.now < 6.0:
+            wire.pass_time(0.6)
+    check(wire, False, 0)
+
+
+def is_survey(message: object) -> bool:
+    return isinstance(message, Request) and isinstance(message.message, Survey)

@@ -278,6 +278,17 @@ class Wire:
         peer.lost(other, known, self.now)
         self.act(key)
 
+    def heal(self) -> None:
+        """All links are back, and all that live have found each other again."""
+        self.cut.clear()
+        for key in self.living:
+            peer = self.peers[key]
+            for other in sorted(self.gone[key] - self.dead):
+                self.gone[key].remove(other)
+                peer.view.returned(self.peers[other].view.me)
+            peer.members_changed(self.now)
+            self.act(key)
+
     def pass_time(self, seconds: float) -> None:
         """Timers run."""
         self.now += seconds

@@ -63,7 +63,7 @@ class Book:
 
     def __init__(self, me: bytes, begin: Begin, chunks: list[ChunkSpan]) -> None:
         self.me, self.begin, self.chunks, self.plan = me, begin, chunks, begin.round
-        self.keys = [member.key for member in begin.members]
+        self.keys = list(begin.keys)
         self.weights = dict(zip(self.keys, begin.weights, strict=True))
         self.receives = {m.key: m.contributes for m in begin.members}
         if me not in self.receives:  # this peer missed the round, and fetches the result
@@ -258,10 +258,9 @@ class Book:
 
 def check_repair(begin: Begin, repair: Repair) -> None:
     """Raise RuleBroken, with the reason, if a Repair does not fit that round."""
-    keys = {member.key for member in begin.members}
+    keys = set(begin.keys)
     require(repair.round == begin.round, "a repair of another round")
-    may_lead = repair.ballot.coordinator in (begin.ballot.coordinator, *keys)
-    require(may_lead, "a repair by a peer that can't coordinate the round")
+    require(repair.ballot.coordinator in begin.leaders, "a repair by a peer that can't coordinate the round")
     require(all(source.chunk < begin.starts[-1] for source in repair.sources), "a repair of chunks that do not exist")
     require(all(source.owner in keys for source in repair.sources), "a repair by peers that are not in the round")
     require(all(len(source.digest) in (0, 32) for source in repair.sources), "a repair with digests of another length")
@@ -271,7 +270,7 @@ def check_repair(begin: Begin, repair: Repair) -> None:
 
 def check_begin(begin: Begin) -> None:
     """Raise RuleBroken, with the reason, if a BEGIN contradicts itself. Call this before any other use of a BEGIN."""
-    keys, starts = [member.key for member in begin.members], list(begin.starts)
+    keys, starts = list(begin.keys), list(begin.starts)
     lengths = {len(keys), len(begin.weights), len(begin.machines), len(begin.states), len(begin.averages)}
     require(bool(keys), "BEGIN without members")
     require(len(lengths) == 1, "BEGIN with lists of unequal length")

@@ -153,11 +153,6 @@ class Doubts:
         return [self._said[of, self._me] for of in self._participant.at.doubted]
 
     @property
-    def to_tell(self) -> list[msg.Doubt]:
-        """This peer's doubts of coordinators that are not deposed yet, for the next candidate."""
-        return [doubt for doubt in self.own if doubt.of not in self._participant.at.deposed]
-
-    @property
     def evidence(self) -> tuple[msg.Doubt, ...]:
         """The doubts for which coordinators of this tip were deposed; the newest ones if not all fit in a message."""
         doubts = [doubt for (of, _), doubt in self._said.items() if of in self._participant.at.deposed]
@@ -177,8 +172,7 @@ class Doubts:
         the doubt."""
         if (doubt.of, doubt.sender) in self._said:
             return False
-        is_signed = self._participant.signer.is_signed(doubt, doubt.sender)
-        require(doubt.sender == self._me or is_signed, "a doubt without its sender's signature")
+        require(self._participant.is_signed(doubt, doubt.sender), "a doubt without its sender's signature")
         self.hear([doubt])
         return True
 

@@ -457,7 +457,7 @@ class Gathering:
         self.begin, self.phase = self.signer.sign(begin), Until.OVER
         self.at.join_to_begin = None if self.last_join_at is None else now - self.last_join_at
         gathered = msgspec.msgpack.encode({key: self.gathered.get(key, b"") for key in sorted(chosen)})
-        return [Send(tuple(member.key for member in members), self.begin, [gathered])]
+        return [Send(self.begin.keys, self.begin, [gathered])]
 
     def _next_ballot(self, joins: Sequence[msg.Join]) -> Ballot:
         own = [] if self.me in self.joins else [self.at.led.number]

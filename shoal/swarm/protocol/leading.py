@@ -112,14 +112,11 @@ class Leading:
         before = self.before
         self.me, self.at, self.rules, self.signer = before.me, before.at, before.rules, before.signer
         self.witnesses = Witnesses(self.me)
-        in_it = {member.key for member in self.begin.members}
-        self.late = dict.fromkeys(key for key in self.before.joins if key not in in_it)  # they wait for the next round
+        self.late = dict.fromkeys(key for key in before.joins if key not in self.begin.keys)  # they wait for the next
 
     @classmethod
-    def of(cls, before: Gathering, now: float) -> Leading:
+    def of(cls, before: Gathering, begin: msg.Begin, now: float) -> Leading:
         """Of the round that has just begun."""
-        assert before.begin is not None
-        begin = before.begin
         return cls(before, begin, begin.ballot, deadline=now + begin.timeout, got_on_at=now)
 
     @classmethod
@@ -285,7 +282,7 @@ class Leading:
 
     def live(self) -> list[bytes]:
         """The keys of the members of the round that are not out, in member order."""
-        return [member.key for member in self.begin.members if member.key not in self.out]
+        return [key for key in self.begin.keys if key not in self.out]
 
     def put_out(self, key: bytes, reason: str, now: float) -> list[Send | Ask]:
         """A member was lost or broke a rule: continue without it."""
@@ -319,7 +316,7 @@ class Leading:
         self.have, self.done, self.waiting = {}, {}, {}
         begin, buffers = None, []
         if self.took_over:  # BEGIN may not have reached all members
-            of_members = {member.key: self.gathered.get(member.key, b"") for member in self.begin.members}
+            of_members = {key: self.gathered.get(key, b"") for key in self.begin.keys}
             begin, buffers = self.begin, [msgspec.msgpack.encode(of_members)]
         survey = msg.Survey(self.begin.tip, self.begin.round, self.ballot, tuple(self.out), begin, self.doubts)
         return [Ask(tuple(self.live()), self.signer.sign(survey), buffers)]
@@ -387,12 +384,19 @@ class Leading:
 
         If a single member says that another one was put out, the two are parted, because reducers do not serve members
         that were put out. But if it shows the earlier coordinator's survey, the other one is out: a result may have
-        been decided without it."""
+        been decided without it.
+
+        If nobody were left by that, two sides of a partition have put each other out, and have met again. Then those
+        that were done under the highest ballot stay: they may hold what was decided. If none of them was done, nothing
+        was decided, and the round ends."""
         live = self.live()
         claims = [(by, of) for by, have in self.have.items() for of in have.out if of in live]
         times = Counter(of for _, of in claims)
         shown = {(by, of) for by, have in self.have.items() for of in self._put_out_before(by, have)}
         out = dict.fromkeys(of for by, of in claims if by in (self.me, of) or times[of] > 1 or (by, of) in shown)
+        done = {key: have.done for key, have in self.have.items() if have.done is not None and have.digests}
+        if done and len(out) == len(live):
+            out = {of: None for of in out if done.get(of) != max(done.values())}
         self.out.update((of, "put out by an earlier coordinator") for of in out)
         new = {frozenset((by, of)): by for by, of in claims if of not in out}
         repairs = [have.repair for have in self.have.values() if have.repair is not None]
@@ -408,8 +412,7 @@ class Leading:
         survey, begin = have.follows, self.begin
         if survey is None or survey.round != begin.round or survey.ballot.coordinator == key:
             return ()
-        may_lead = (begin.ballot.coordinator, *(member.key for member in begin.members))
-        return survey.out if survey.ballot.coordinator in may_lead else ()
+        return survey.out if survey.ballot.coordinator in begin.leaders else ()
 
     def finished(self, key: bytes, done: msg.Done, view: Collection[Member], now: float) -> list[Send | Ask]:
         """A member has said DONE. `view` are the members that the next round expects."""
@@ -437,17 +440,16 @@ class Leading:
             return self.start_survey(now)
         root = roots.pop() if roots else root_of(())  # all members are auxiliary, and average nothing
         begin, kept = self.begin, tuple(member for member in view if member.key not in self.out)
-        keys = tuple(member.key for member in begin.members)
-        commit = msg.Commit(self.begin.tip, begin.round, root, self.rules.samples(begin), keys, kept, self.me)
+        commit = msg.Commit(begin.tip, begin.round, root, self.rules.samples(begin), begin.keys, kept, self.me)
         return self._commit(self.signer.sign(commit))
 
     def _commit(self, commit: msg.Commit) -> list[Send | Ask]:
         self.phase = Phase.COMMITTED
-        to = dict.fromkeys(member.key for member in (*self.begin.members, *commit.view))
+        to = dict.fromkeys([*self.begin.keys, *(member.key for member in commit.view)])
         return [Send(tuple(to), commit)]
 
     def abort(self, reason: str) -> list[Send | Ask]:
         """End the round without a result."""
         self.phase = Phase.ABORTED
-        to = tuple(dict.fromkeys([*self.live(), *self.late]))
+        to = tuple(dict.fromkeys([*(self.live() or self.have), *self.late]))
         return [Send(to, msg.Abort(self.begin.round, reason[:256]))]

@@ -292,6 +292,17 @@ class Begin(msgspec.Struct, tag=8, array_like=True, frozen=True, dict=True):
         """16 bytes that name this round, and its plan."""
         return name_of_statement(self)
 
+    @cached_property
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys of the members, in member order."""
+        return tuple(member.key for member in self.members)
+
+    @property
+    def leaders(self) -> tuple[bytes, ...]:
+        """The peers that may coordinate the round: the one that begins it need not be a member, but only a member can
+        take it over."""
+        return self.ballot.coordinator, *self.keys
+
 
 class Part(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """The sender's input of a chunk, in the buffer. There is no buffer if its weight is zero: then the part only asks

@@ -21,7 +21,7 @@ from shoal.swarm.protocol.lifetimes import AtTip, InRound, OfInput
 from shoal.swarm.protocol.rates import Rates
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.silence import Silence
-from shoal.swarm.protocol.statements import Signer
+from shoal.swarm.protocol.statements import Signed, Signer
 from shoal.swarm.protocol.tip import MAX_LEAP, NO_BALLOT, Ballot, Tip
 from shoal.swarm.protocol.view import Member, View
 from shoal.swarm.protocol.witnesses import Witnesses
@@ -104,7 +104,7 @@ class Participant:
 
     def is_with(self, key: bytes) -> bool:
         """Whether that peer is a member of the round that this peer is in."""
-        return self.begin is not None and any(member.key == key for member in self.begin.members)
+        return self.begin is not None and key in self.begin.keys
 
     def other_coordinator(self, key: bytes) -> Member | None:
         """The coordinator of the round that this peer is in, unless it is the peer with this key."""
@@ -171,7 +171,7 @@ class Participant:
             self.complain(self.me, "it gave up", fault=False)
             if self.at.ballot.coordinator == self.me != begin.ballot.coordinator:
                 # It has taken the round over, and a successor cannot coordinate a round in which it is no member.
-                others = [member.key for member in begin.members if member.key != self.me]
+                others = [key for key in begin.keys if key != self.me]
                 self._send(others, msg.Broken(begin.round, self.me, False, "it has given the round up"))
         elif self.state is MemberState.JOINED:
             self._send([self.joined], msg.Unjoin())
@@ -261,7 +261,7 @@ class Participant:
 
     def _may_follow(self, sender: bytes, begin: msg.Begin, *, relayed: bool) -> None:
         """Raise RuleBroken if this peer must not follow this BEGIN."""
-        given, keys = self.given.input, [member.key for member in begin.members]
+        given, keys = self.given.input, begin.keys
         require_timely(self.at.missed is None, "this tip's round was committed")
         elsewhere = f"BEGIN of epoch {begin.tip.epoch}, and this peer is at another state"
         require_timely(begin.tip == self.at.tip, elsewhere)
@@ -295,13 +295,17 @@ class Participant:
         is_mean = begin.loss is None or given.loss is not None or not given.weight
         require(is_mean, "BEGIN has a loss, and this peer has joined without one")
 
+    def is_signed(self, message: Signed, key: bytes) -> bool:
+        """Whether the peer with this key has signed the message. This peer does not check its own messages."""
+        return key == self.me or self.signer.is_signed(message, key)
+
     def is_begun(self, begin: msg.Begin, sender: bytes) -> bool:
         """Whether the BEGIN comes from its coordinator, which has begun no other round under the same ballot, as far as
         this peer knows. A coordinator that begins two rounds lies to some members, and does not coordinate for this
         peer any more. (A BEGIN from the coordinator itself needs no signature: the connection proves who the sender
         is.)"""
         by = begin.ballot.coordinator
-        if by not in (self.me, sender) and not self.signer.is_signed(begin, by):
+        if by != sender and not self.is_signed(begin, by):
             return False
         known = self._known_round(begin)
         if known != begin.round:
@@ -343,7 +347,7 @@ class Participant:
         followed = f"attempt {ballot.number}, and this peer has followed {self.at.ballot.number}"
         require_timely(ballot >= self.at.ballot, followed)
         self._believe(ballot)
-        require(sender == self.me or self.signer.is_signed(message, sender), "it is not signed by its sender")
+        require(self.is_signed(message, sender), "it is not signed by its sender")
         if isinstance(message, msg.Survey):
             if ballot > self.at.ballot:
                 if round.followed is not None and round.followed.ballot.coordinator != sender:
@@ -356,9 +360,8 @@ class Participant:
         return round
 
     def _holds(self, sender: bytes, ballot: Ballot) -> None:
-        """Raise RuleBroken if that peer does not hold the ballot, or can't hold one in this round. A coordinator need
-        not be a member of a round that it begins, but only a member can take a round over."""
-        may_lead = self.is_with(sender) or (self.begin is not None and self.begin.ballot.coordinator == sender)
+        """Raise RuleBroken if that peer does not hold the ballot, or can't hold one in this round."""
+        may_lead = self.begin is not None and sender in self.begin.leaders
         require(ballot.coordinator == sender and may_lead, "the sender does not hold that ballot")
 
     def may_succeed(self, sender: bytes, survey: msg.Survey) -> bool:
@@ -383,9 +386,8 @@ class Participant:
         for doubt in doubts:
             of, by = doubt.of, doubt.sender
             counts = doubt.tip == self.at.tip and by in voters and self.view.has_met(of)
-            if counts and by not in against.get(of, ()):
-                is_signed = by == self.me or self.signer.is_signed(doubt, by)
-                require(is_signed, "a doubt without its sender's signature")  # no honest member passes on such a one
+            if counts and by not in against.get(of, ()):  # no honest member passes on a doubt that is not signed
+                require(self.is_signed(doubt, by), "a doubt without its sender's signature")
                 against.setdefault(of, set()).add(by)
         return {of for of, by in against.items() if 2 * len(by - {of}) > len(voters - {of})}
 
@@ -612,8 +614,7 @@ class Participant:
         given = self.given.input
         if self.begin is None or given is None or given.tip is not None or not given.excused():
             return False
-        others = {self.begin.ballot.coordinator, *(member.key for member in self.begin.members)} - {self.me}
-        self._send(sorted(others), msg.Waiting(self.begin.round))
+        self._send(sorted({*self.begin.leaders} - {self.me}), msg.Waiting(self.begin.round))
         return True
 
     def look(self, moved: Callable[[bytes], int], now: float) -> None:
@@ -637,7 +638,7 @@ class Participant:
         round = self.round
         if round is None or round.begin.round != ping.round or not self.is_with(key):
             return
-        others = [member.key for member in round.begin.members if member.key not in (self.me, key)]
+        others = [other for other in round.begin.keys if other not in (self.me, key)]
         # A client may reach one node and no other client. In a round of two there is nobody to wait for.
         is_only_one = bool(others) and not any(map(self.view.reaches, others))
         if round.witnesses.say(key, pong.signs, now, alone=is_only_one):

@@ -95,8 +95,7 @@ class Peer:
         self.gathering: Gathering | None = None
         self.leading: Leading | None = None
         self._joining: dict[bytes, msg.Join] = {}  # JOINs that wait for their tip
-        self._settled_at = self._all_until = 0.0
-        self._met = 1
+        self._settled_at, self._all_until, self._met = 0.0, 0.0, 1
 
     @property
     def lead(self) -> Gathering | Leading | None:
@@ -213,9 +212,9 @@ class Peer:
                     self.out.extend(lead.put_out(key, "it follows a survey that it cannot show", now))
             case msg.Have(commit=msg.Commit() as commit) if not self._is_credible(commit, now):
                 self.out.extend(lead.put_out(key, "its commit is void", now))
-            case msg.Have(repair=msg.Repair() as repair) if not self._is_signed(repair, repair.ballot.coordinator):
+            case msg.Have(repair=msg.Repair() as repair) if not self._is_signed(repair):
                 self.out.extend(lead.put_out(key, "it follows a repair that nobody signed", now))
-            case msg.Have(follows=msg.Survey() as survey) if not self._is_signed(survey, survey.ballot.coordinator):
+            case msg.Have(follows=msg.Survey() as survey) if not self._is_signed(survey):
                 self.out.extend(lead.put_out(key, "it has followed a survey that nobody signed", now))
             case msg.Have():
                 self.out.extend(lead.surveyed(key, request.ballot, answer, now))
@@ -232,10 +231,10 @@ class Peer:
 
     def _was_surveyed(self, begin: msg.Begin, have: msg.Have) -> bool:
         """Whether the holder of the higher ballot that a member follows has made it, and may coordinate that round."""
-        survey, holder = have.follows, have.ballot.coordinator
-        if survey is None or holder not in (begin.ballot.coordinator, *(member.key for member in begin.members)):
+        survey = have.follows
+        if survey is None or have.ballot.coordinator not in begin.leaders:
             return False
-        return (survey.round, survey.ballot) == (begin.round, have.ballot) and self._is_signed(survey, holder)
+        return (survey.round, survey.ballot) == (begin.round, have.ballot) and self._is_signed(survey)
 
     def _elsewhere_than_surveyed(
         self, lead: Leading, key: bytes, request: msg.Survey | msg.Repair, answer: msg.Elsewhere, now: float
@@ -277,13 +276,13 @@ class Peer:
             gave_up = msg.Broken(lead.begin.round, self._me, False, "it has given the round up")
             self._send([member for member in lead.live() if member != self._me], gave_up)
 
-    def _is_signed(self, message: Any, key: bytes) -> bool:
-        return key == self._me or self.signer.is_signed(message, key)
+    def _is_signed(self, message: msg.Survey | msg.Repair) -> bool:
+        """Whether the holder of its ballot has signed it."""
+        return self.participant.is_signed(message, message.ballot.coordinator)
 
     def _names(self, begin: msg.Begin, key: bytes) -> bool:
         """Whether that BEGIN is of this tip, is signed by its coordinator, and has that member."""
-        has_it = begin.tip == self.tip and any(member.key == key for member in begin.members)
-        return has_it and self.participant.is_begun(begin, key)
+        return begin.tip == self.tip and key in begin.keys and self.participant.is_begun(begin, key)
 
     def _on_elsewhere(self, sender: bytes, elsewhere: msg.Elsewhere, now: float) -> None:
         """A peer says that it does not coordinate, is in another coordinator's round, or has left this peer's round.
@@ -368,7 +367,7 @@ class Peer:
         begin = participant.begin
         require(participant.is_with(sender) or sender in self.view.members, "COMMIT from a peer that is no member")
         require(self._may_decide(commit.coordinator), "COMMIT of a coordinator that is no member")
-        is_signed = sender == commit.coordinator or self._is_signed(commit, commit.coordinator)
+        is_signed = sender == commit.coordinator or self.participant.is_signed(commit, commit.coordinator)
         require(is_signed, "COMMIT without its coordinator's signature")
         ended = participant.begin_of(commit)
         brought = commit.samples if ended is None else self.rules.samples(ended)
@@ -377,7 +376,7 @@ class Peer:
             return
         if begin is not None and begin.round != commit.round:
             # This peer is in another round of this tip. The members of that round must hear that it is void.
-            self._send([m.key for m in begin.members if m.key != self._me], commit)
+            self._send([key for key in begin.keys if key != self._me], commit)
         self.view.hear(sender, commit.view, now)
         # The coordinator may not reach all members that this peer reaches.
         reached = {sender, *(member.key for member in commit.view)}
@@ -411,7 +410,7 @@ class Peer:
     def _is_valid(self, commit: msg.Commit, now: float) -> bool:
         """Whether that commit is signed by its coordinator, and no void commit of that peer is too recent."""
         until, _ = self._void.get(commit.coordinator, (now, 0.0))
-        return until <= now and self._is_signed(commit, commit.coordinator)
+        return until <= now and self.participant.is_signed(commit, commit.coordinator)
 
     def _may_decide(self, key: bytes) -> bool:
         """Whether that peer may coordinate a round of this tip: it is or was a member here. Otherwise an attacker could
@@ -595,8 +594,8 @@ class Peer:
     def _go_on(self, actions: Iterable[Action], now: float) -> None:
         """The coordinator's side wants these actions. If one of them is BEGIN, it leads the round from now on."""
         self.out.extend(actions)
-        if self.gathering is not None and self.gathering.begin is not None:
-            self.leading, self.gathering = Leading.of(self.gathering, now), None
+        if self.gathering is not None and (begin := self.gathering.begin) is not None:
+            self.leading, self.gathering = Leading.of(self.gathering, begin, now), None
 
     def _end_lead(self) -> None:
         """Forget the coordinator's side, except its ballot: this peer never begins two rounds under one ballot."""
@@ -722,7 +721,7 @@ class Peer:
             self._depose(self.doubts.doubted_by_most())
         successor = self._successor()
         if successor == self._me:
-            lost = {member.key: "lost" for member in begin.members if not self.view.reaches(member.key)}
+            lost = {key: "lost" for key in begin.keys if not self.view.reaches(key)}
             before = Gathering(self._me, participant.at, self.rules, self.signer, phase=Until.OVER)
             lead = Leading.after(before, round, {**participant.told_out, **lost}, self.doubts.evidence)
             self.gathering, self.leading = None, lead
@@ -740,15 +739,14 @@ class Peer:
         participant, round = self.participant, self.participant.round
         if round is None:
             return None
-        keys = {member.key for member in round.begin.members}
-        able = (m.key for m in participant.candidates() if m.key in keys and m.role is not Role.CLIENT)
+        able = (m.key for m in participant.candidates() if participant.is_with(m.key) and m.role is not Role.CLIENT)
         not_able = {**participant.at.doubted, **round.unable, **participant.told_out}
         return next((key for key in able if key not in not_able), None)
 
     def _on_orphaned(self, sender: bytes, orphaned: msg.Orphaned, buffers: Buffers, now: float) -> None:
         """A member has lost the coordinator of its round and believes that this peer is the successor."""
         begin, participant = orphaned.begin, self.participant
-        require(any(m.key == sender for m in begin.members), "only a member of a round can ask to take it over")
+        require(sender in begin.keys, "only a member of a round can ask to take it over")
         commit = participant.at.commit_of(begin.round)
         if commit is not None or self.tip != begin.tip:
             self._send([sender], commit or self.hello())
@@ -795,8 +793,10 @@ class Peer:
             self._tell_doubts(following)
 
     def _tell_doubts(self, key: bytes) -> None:
-        for doubt in self.doubts.to_tell:
-            self._send([key], doubt)
+        """Tell the next candidate whom this peer doubts, without coordinators that are deposed already."""
+        for doubt in self.doubts.own:
+            if doubt.of not in self.participant.at.deposed:
+                self._send([key], doubt)
 
     def _on_doubt(self, sender: bytes, doubt: msg.Doubt, now: float) -> None:
         """A member doubts the coordinator of its tip."""
@@ -804,7 +804,7 @@ class Peer:
         if doubt.tip != self.tip:
             self._send([sender], self.hello())
             return
-        require(self._may_decide(doubt.of) or self.view.has_met(doubt.of), "a doubt of a peer that is no member")
+        require(self._may_decide(doubt.of), "a doubt of a peer that is no member")
         is_new = self.doubts.heard(doubt)
         # This peer does not wait for a peer that it can't reach. But the sender does, and needs a majority of doubts.
         if not self.view.reaches(doubt.of):
@@ -895,7 +895,7 @@ class Peer:
         begin = self.participant.begin
         if begin is None or now - self.participant.stands_since < 1.0:
             return []
-        keys = [member.key for member in begin.members if member.key != self._me and self.view.reaches(member.key)]
+        keys = [key for key in begin.keys if key != self._me and self.view.reaches(key)]
         turn = [keys[(self._asked + number) % len(keys)] for number in range(min(ASKED_AT_A_TIME, len(keys)))]
         self._asked += len(turn)
         return turn
