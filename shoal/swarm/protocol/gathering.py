@@ -373,6 +373,10 @@ class Gathering:
         all_are_here = all(key in self.joins for key in self.expected)
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
 
+    def overdue(self, now: float) -> list[bytes]:
+        """The members that BEGIN waits for, except those that are in the midst of a step, as they have announced."""
+        return [key for key in self._missing() if not self.pace.is_in_a_step(key, now)]
+
     def _missing(self) -> list[bytes]:
         """The members that have not joined and that BEGIN waits for."""
         late = [key for key in self.expected if key not in self.joins]

@@ -45,7 +45,7 @@ from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "6"  # a term: peers with different messages are no members to each other, and the log says so
+PROTOCOL = "7"  # a term: peers with different messages are no members to each other, and the log says so
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -456,10 +456,12 @@ class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
     Attributes:
         knows: whether the sender is in that round or coordinates it. True if Ping names no round.
         signs: how often the sender has seen a round make progress, by the bytes on its own connections.
+        held: the longest that the sender's trainer has kept its reactor from running lately, in seconds.
     """
 
     knows: bool = True
     signs: Signs = 0
+    held: Seconds = 0.0
 
 
 class Digests(msgspec.Struct, tag=21, array_like=True, frozen=True):

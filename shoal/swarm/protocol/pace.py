@@ -121,6 +121,11 @@ class Pace:
         self._samples.pop(key, None)
         self._steps.pop(key, None)
 
+    def is_in_a_step(self, key: bytes, now: float) -> bool:
+        """Whether that member has announced a step that is not overdue."""
+        step = self._steps.get(key)
+        return step is not None and now < step.begun + step.seconds
+
     def under_way(self, but: bytes) -> float:
         """The samples of all steps that have begun and were not reported yet, except those of the member `but`."""
         return sum(step.samples for key, step in self._steps.items() if key != but and key not in self._unreliable)
