@@ -328,9 +328,10 @@ class Contacts:
             await self._greet(peer)
 
     async def _greet(self, peer: PeerID) -> None:
-        said = self._view.said(peer.key)
+        said, began = self._view.said(peer.key), loop_time()
         try:
             hello = await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT)
+            self.answered(peer.key, loop_time() - began)
             if self._stopped:  # that peer may have received HELLO after LEAVE, or no LEAVE at all
                 self._channel.notify([peer.key], msg.Leave())
                 return
@@ -436,6 +437,10 @@ class Contacts:
                 node.disconnect(PeerID(key), f"it has given no sign of life for {limit:.3g} s")
                 del self._watches[key]
 
+    def answered(self, key: bytes, seconds: float) -> None:
+        """That peer has answered so late."""
+        self._promptness.answered(key, seconds, self._peer.tip.epoch)
+
     def _hears_others(self, key: bytes, since: float) -> bool:
         """Whether another member has given a sign of life since then. If none has, ask some."""
         node, here = self._channel.node, [member.key for member in self._view.connected()]
@@ -454,8 +459,7 @@ class Contacts:
         except (P2PError, TimeoutError) as error:
             log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
         else:
-            late = max(loop_time() - began, pong.held)
-            self._promptness.answered(key, late, self._peer.tip.epoch)
+            self.answered(key, max(loop_time() - began, pong.held))
             self._peer.on_pong(key, ping, pong, loop_time())
             self._act()
         finally:

@@ -379,13 +379,15 @@ class Swarm:
         coordinator = self.peer.participant.coordinator()
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
-        self.peer.doubts.asked(coordinator.key, self._now(), report.samples)
+        self.peer.doubts.asked(coordinator.key, began := self._now(), report.samples)
         said = self.peer.view.said(coordinator.key)
         try:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
         finally:
             self._asked.remove(coordinator.key)
         if isinstance(answer, msg.Count):
+            if report.samples:  # a first report may have come before the COMMIT of the epoch before
+                self.contacts.answered(coordinator.key, self._now() - began)
             self.peer.coordinator_answered(coordinator.key, None, self._now())
             if answer.called and answer.tip == self.tip and not self.called:
                 self.peer.is_called()
