@@ -91,7 +91,9 @@ class Peer:
         self.newcomers = self._history.newcomers
         self.doubts = Doubts(self.participant, rules, self._history)
         self._held = (0.0, 0)  # for how long this peer's trainer has kept its reactor from running, and in which epoch
-        self._unheard: dict[bytes, bytes] = {}  # members put out of the last round: by whom, until they are heard again
+        # Members without which the last round was committed, until they are heard again, and whether they were put out
+        # of it. If they were silent, they are lost soon, and have not held up the round.
+        self._unheard: dict[bytes, bool] = {}
         # Signers of void COMMITs: until when their COMMITs are not believed, and for how long that was.
         self._void: dict[bytes, tuple[float, float]] = {}
         self.gathering: Gathering | None = None
@@ -434,8 +436,7 @@ class Peer:
             for key in [key for key, alone in self.participant.at.postponed.items() if alone and led]:
                 patience.held_up(key, now)  # it said that it was in another round, so this one waited in vain
             patience.new_tip()
-            # A member that was put out because it was silent has not held up the round: see `on_pong`.
-            self._unheard = dict.fromkeys(out, commit.coordinator)
+            self._unheard = {m.key: m.key in out for m in self.view.connected() if m.key not in stayed}
         self.doubts.committed(commit.coordinator, led=self.lead is not None)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may behave well for a while
@@ -926,8 +927,9 @@ class Peer:
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
-        if (coordinator := self._unheard.pop(key, None)) is not None:
-            self.participant.silence.patience.put_out(key, coordinator, now, led=coordinator == self._me)
+        if self._unheard.pop(key, False) and (commit := self.participant.at.commit) is not None:
+            led = commit.coordinator == self._me
+            self.participant.silence.patience.put_out(key, commit.coordinator, now, led=led)
         self.participant.on_pong(key, ping, pong, now)
         if (lead := self._runs) is not None:
             lead.saw(key, pong.signs, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_KEPT = 4096  # peers that are remembered
 FACTOR = 3.0  # a peer may be silent for this many times the latest of its last answers
 LEAST_SECONDS = 0.75
-UNKNOWN_SECONDS = 6.0  # for a peer that has answered nothing yet; half as long with each answer
+UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; half as long with each answer
 EPOCHS = 200  # for so many epochs it is remembered how late an answer was
 
 
