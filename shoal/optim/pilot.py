@@ -700,7 +700,9 @@ class Pilot:
     def replays(self, at: Whereabouts) -> bool:
         """Whether another round is to be replayed. That stops where nobody brings the next round, as after a download
         that has begun long ago."""
-        return self.is_behind(at) and self.run.swarm.tip == at.tip and self.run.learn_of_round()
+        swarm = self.run.swarm
+        # Whoever has heard of the last round that it misses does not count as behind any more.
+        return (self.is_behind(at) or swarm.missed) and swarm.tip == at.tip and self.run.learn_of_round()
 
     def wanted(self, at: Whereabouts) -> Callable[[Tip], bool]:
         """Which states would do: a function of their tips."""

@@ -563,6 +563,8 @@ def test_when_it_replays(at: Piloted) -> None:
     at.swarm.can_replay, at.swarm.behind = True, None
     assert not at.pilot.may_replay(standing())
     assert not at.pilot.replays(standing())
+    at.swarm.missed = True
+    assert at.pilot.replays(standing()), "it has heard of the last round that it misses"
     with at.pilot.replaying():
         assert at.run.done == ["loading", "replay"]
     assert at.run.done[-1] == "loaded"
