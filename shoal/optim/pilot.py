@@ -579,7 +579,9 @@ class Pilot:
         if begin.with_state:
             return ()
         states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
-        own, epoch = states.get(self.me, b""), mine.tip.epoch
+        epoch = mine.tip.epoch
+        # Who has missed the first round may have begun with parameters of its own, too.
+        own = states.get(self.me, b"" if epoch else mine.digest)
         if epoch:
             # The bits of a step also depend on the average of gradients.
             both = zip(begin.averages, begin.machines, strict=True)
