@@ -221,6 +221,7 @@ def moved(by: float) -> list[list[float]]:
     return [(parameter.detach() - by).tolist() for parameter in model_of()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("signs", "by"), [((1.0, 1.0), EPOCHS * RATE), ((1.0, -1.0), 0.0)], ids=["alike", "against"])
 def test_a_toy_work(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch, signs: Sequence[float], by: float) -> None:
     def make_rounds(optimizer: Any, settings: Any, state: Any, made: Any, shards: Any, dht: Any) -> Rounds:
