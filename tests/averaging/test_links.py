@@ -78,6 +78,7 @@ def shares_of_a_round(peers: list[DecentralizedAverager], begins: list[Begin]) -
     return [lengths[numbers[peer.peer_id]] / begin.starts[-1] for peer in peers]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [0.25, 0.7])
 def test_shares_follow_the_limits_that_users_set(slow: float, begins: list[Begin]) -> None:
     limits = [20e6 * slow, 20e6, 20e6, 20e6]

@@ -156,6 +156,7 @@ def test_without_delays_all_peers_end_alike(case: str) -> None:
     assert all(each == by_peer[0] for each in by_peer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "size"), [("one process", 1), ("cluster of 2", 2), ("cluster of 3", 3)])
 def test_it_is_the_step_of_the_mean_of_all_samples(case: str, size: int) -> None:
     """As torch makes it in one process."""

@@ -81,6 +81,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [0, 3])
 def test_all_of_the_state_comes_back(alone: Alone, tmp_path: Path, steps: int) -> None:
     first, second = Net(), Net()
@@ -173,6 +174,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
         other.shutdown()
 
 
+@pytest.mark.long
 def test_torch_names_the_number_of_strands(alone: Alone, tmp_path: Path) -> None:
     first, second = Net(), Net()
     save(made(alone, first), first, tmp_path)

@@ -185,6 +185,7 @@ def by_shape(rest: Any) -> Any:
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rest", [torch.optim.AdamW, Counting])
 def test_a_newcomer_gets_the_state_and_both_step_alike(rest: Any) -> None:
     make = by_shape(rest)

@@ -233,6 +233,7 @@ def test_a_toy_work(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch, sign
     assert same(models) == moved(by)
 
 
+@pytest.mark.long
 def test_a_toy_rounds(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, made = Shelf(2), list[OnAShelf]()
     usual = choice.make_rounds
