@@ -29,7 +29,7 @@ TYPED := shoal tests $(wildcard examples benchmarks)
 
 help:
 	@echo "make demo    train a small GPT with several peers on this machine; kills one, takes in another (ARGS=...)"
-	@echo "make test    run the tests; some 10 minutes on 2 cores (PYTEST_ARGS=...)"
+	@echo "make test    run the tests; some 7 minutes on 2 cores (PYTEST_ARGS=...)"
 	@echo "make test-all            run the long ones too, and the numeric ones as on older processors"
 	@echo "make test-long           run only the long ones (PYTEST_ARGS=...)"
 	@echo "make test-more           run only the other cases of tests of which test and test-long run few"
@@ -54,12 +54,13 @@ help:
 demo: $(VENV)/.installed
 	$(VENV)/bin/shoal demo $(ARGS)
 
-# First the tests that may share the machine, three files at a time; then, one by one, those that start processes, and
-# those that compare times. Where PYTEST_ARGS names tests, those, long ones too.
+# First the tests that need no process of their own, four files at a time; then those that start processes, two files at
+# a time; then, one by one, those that compare times. Where PYTEST_ARGS names tests, those, long ones too.
 PYTEST := $(VENV)/bin/python -m pytest
-TOGETHER := --numprocesses 3 --dist loadfile
+TOGETHER := --numprocesses 4 --dist loadfile
+PROCESSES := --numprocesses 2 --dist loadfile
 IN_TURN = $(PYTEST) $(TOGETHER) -m "$(1) and not processes and not timed" $(PYTEST_ARGS) && \
-	$(PYTEST) -m "$(1) and processes" $(PYTEST_ARGS) && \
+	$(PYTEST) $(PROCESSES) -m "$(1) and processes" $(PYTEST_ARGS) && \
 	$(PYTEST) -m "$(1) and timed" $(PYTEST_ARGS)
 test: $(VENV)/.installed-dev
 ifeq (,$(findstring tests/,$(PYTEST_ARGS)))
@@ -83,7 +84,7 @@ test-more: $(VENV)/.installed-dev
 NUMERIC := tests/flat tests/functional tests/sharding tests/compression tests/remote \
 	$(addprefix tests/optim/test_,$(addsuffix .py,checkpoint equivalence grad_scaler gradients power_sgd_averager state step))
 NUMERIC_TESTS = $(1) $(PYTEST) $(TOGETHER) -m "not processes" $(NUMERIC) $(PYTEST_ARGS) && \
-	$(1) $(PYTEST) -m processes $(NUMERIC) $(PYTEST_ARGS)
+	$(1) $(PYTEST) $(PROCESSES) -m processes $(NUMERIC) $(PYTEST_ARGS)
 
 test-capabilities: $(VENV)/.installed-dev
 	$(call NUMERIC_TESTS,ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2)

@@ -580,7 +580,9 @@ class Pilot:
         if begin.with_state:
             return ()
         states = {m.key: s for m, s in zip(begin.members, begin.states, strict=True) if s}
-        own, epoch = states.get(self.me, b""), mine.tip.epoch
+        epoch = mine.tip.epoch
+        # Who has missed the first round may have begun with parameters of its own, too.
+        own = states.get(self.me, b"" if epoch else mine.digest)
         if epoch:
             # The bits of a step also depend on the average of gradients.
             both = zip(begin.averages, begin.machines, strict=True)
@@ -701,7 +703,9 @@ class Pilot:
     def replays(self, at: Whereabouts) -> bool:
         """Whether another round is to be replayed. That stops where nobody brings the next round, as after a download
         that has begun long ago."""
-        return self.is_behind(at) and self.run.swarm.tip == at.tip and self.run.learn_of_round()
+        swarm = self.run.swarm
+        # Whoever has heard of the last round that it misses does not count as behind any more.
+        return (self.is_behind(at) or swarm.missed) and swarm.tip == at.tip and self.run.learn_of_round()
 
     def wanted(self, at: Whereabouts) -> Callable[[Tip], bool]:
         """Which states would do: a function of their tips."""

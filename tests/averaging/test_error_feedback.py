@@ -90,6 +90,7 @@ def started(count: int, **options: Any) -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 3.0, 0.5]], ids=["two", "three"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_lost_comes_back(case: str, weights: list[float]) -> None:
@@ -102,6 +103,7 @@ def test_what_was_lost_comes_back(case: str, weights: list[float]) -> None:
         assert rounds.missing.abs().max() <= rounds.largest["part"] + rounds.largest["result"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_without_feedback_it_grows_with_every_round(case: str) -> None:
     tensors, made = started(2, compression=CASES[case])
@@ -118,6 +120,7 @@ def test_without_feedback_it_grows_with_every_round(case: str) -> None:
             assert rounds.missing.abs().max() > rounds.largest["part"] + rounds.largest["result"]
 
 
+@pytest.mark.long
 def test_a_constant_is_wrong_by_the_same_in_every_round_without_feedback() -> None:
     def missing(feedback: float | None) -> list[float]:
         constant = torch.randn(NUMEL, generator=torch.Generator().manual_seed(3))

@@ -78,6 +78,7 @@ def shares_of_a_round(peers: list[DecentralizedAverager], begins: list[Begin]) -
     return [lengths[numbers[peer.peer_id]] / begin.starts[-1] for peer in peers]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [0.25, 0.7])
 def test_shares_follow_the_limits_that_users_set(slow: float, begins: list[Begin]) -> None:
     limits = [20e6 * slow, 20e6, 20e6, 20e6]
@@ -86,6 +87,7 @@ def test_shares_follow_the_limits_that_users_set(slow: float, begins: list[Begin
             assert shares_of_a_round(peers, begins) == pytest.approx(best_shares(limits), abs=PART / 4 / ELEMENTS)
 
 
+@pytest.mark.long
 def test_peers_without_limits_measure_what_their_links_carry(begins: list[Begin]) -> None:
     """Loopback carries more than anybody needs, and each measures something else: they share alike."""
     with limited([FAST_ENOUGH / 1.5, None, None, None]) as peers:
@@ -104,6 +106,7 @@ def test_what_was_measured_counts_in_the_next_run_of_group_bits(begins: list[Beg
         assert shares_of_a_round(peers, begins) == pytest.approx(expected, abs=PART / 4 / ELEMENTS)
 
 
+@pytest.mark.long
 def test_what_carries_an_encoded_vector_soon_is_fast_enough(begins: list[Begin]) -> None:
     """With 4 bits an element, a line needs an eighth of what it needs with 32."""
     limits = [FAST_ENOUGH / 5, FAST_ENOUGH, FAST_ENOUGH, FAST_ENOUGH]
@@ -114,6 +117,7 @@ def test_what_carries_an_encoded_vector_soon_is_fast_enough(begins: list[Begin])
         assert shares_of_a_round(peers, begins) != [0.25] * 4, "results have 32"
 
 
+@pytest.mark.long
 def test_equal_peers_share_alike_though_they_have_measured(begins: list[Begin]) -> None:
     with limited([None] * 4) as peers:
         for _ in range(4):

@@ -53,6 +53,7 @@ def of(findings: list[Check], name: str) -> Check:
     return next(finding for finding in findings if finding.name == name)
 
 
+@pytest.mark.long
 def test_this_machine_alone() -> None:
     done = shoal_command("doctor")
     assert done.returncode == 0, done.stdout
@@ -64,6 +65,7 @@ def test_this_machine_alone() -> None:
     assert found["torch"]["facts"]["capability"]
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_stops_it() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -169,6 +171,7 @@ def test_an_identity_that_is_in_use(dht: shoal.DHT, tmp_path: Path) -> None:
     assert found.advice.startswith("end the process that uses the same --identity")
 
 
+@pytest.mark.long
 def test_a_peer_of_another_version(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
     (address,) = dht.get_visible_maddrs()
     monkeypatch.setattr(greeting, "VERSION", greeting.VERSION + 1)

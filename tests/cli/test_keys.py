@@ -73,6 +73,7 @@ def test_a_run_a_membership_a_revocation_and_a_pin(tmp_path: Path, run_id: str) 
     assert "go back" in shown
 
 
+@pytest.mark.long
 def test_the_run_is_told(tmp_path: Path, run_id: str) -> None:
     run, peer = ClosedRun.of(run_id), peer_of(tmp_path)
     assert run is not None
@@ -90,6 +91,7 @@ def test_the_run_is_told(tmp_path: Path, run_id: str) -> None:
         assert PIN.prefix.encode() in text, "the second word does not displace the first"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -67,6 +67,7 @@ def test_no_zero_comes_back_where_something_is_positive(codec: Codec) -> None:
     assert not through(StatisticCodec(codec), torch.zeros(5000)).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", LOSSY, ids=by_name)
 def test_what_decays_by_less_than_a_code_between_rounds_is_not_held_up(codec: Codec) -> None:
     """Adam's second moments, sent after each step, while gradients are a 10th of what they were."""

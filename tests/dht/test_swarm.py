@@ -40,6 +40,7 @@ def kill(world: World, nodes: list[DHTNode], count: int) -> None:
         nodes.remove(dht)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_every_key_is_found_from_every_node_also_after_a_third_is_killed_at_once(seed: int) -> None:
     async def scenario() -> None:
@@ -101,6 +102,7 @@ def test_a_newcomer_gets_what_it_is_near_to() -> None:
     run(scenario())
 
 
+@pytest.mark.long
 def test_all_of_the_first_nodes_may_leave() -> None:
     async def scenario() -> None:
         world = World(6)
@@ -200,6 +202,7 @@ def test_a_dictionary_is_written_by_many_and_read_by_all() -> None:
     run(scenario())
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_run() -> None:
     async def scenario(seed: int) -> str:
         world = World(seed)

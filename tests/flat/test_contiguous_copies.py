@@ -183,6 +183,7 @@ def test_hooks_of_the_user_see_the_gradient() -> None:
     parameters.assert_buffer_is_valid()
 
 
+@pytest.mark.long
 def test_compiled_models() -> None:
     """Equal to the bit as in `twins`: "aot_eager" calls the kernels that eager mode calls."""
     twins = Twins(optim.Adam, foreach=False)
@@ -197,6 +198,7 @@ def test_compiled_models() -> None:
         twins.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
 def test_a_compiled_step(options: dict[str, bool]) -> None:

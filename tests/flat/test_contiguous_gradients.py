@@ -281,6 +281,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
         twins.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [mixed_model, pytest.param(small_model, marks=pytest.mark.long)])
 def test_compiled_autograd(make: Callable[[], nn.Module]) -> None:

@@ -72,6 +72,7 @@ def test_every_row_has_a_damage_and_is_in_the_table() -> None:
     assert [row[0] for row in ROWS] == list(DAMAGES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "found", "_way_out"), ROWS, ids=lambda cell: cell)
 def test_it_is_found_or_not_as_the_table_says(what: str, found: str, _way_out: str) -> None:
     damages, message = DAMAGES[what]
@@ -93,6 +94,7 @@ def test_it_is_found_or_not_as_the_table_says(what: str, found: str, _way_out: s
         del kept
 
 
+@pytest.mark.long
 def test_a_model_that_was_converted_is_refused_by_step_clipping_and_zero_grad_too() -> None:
     assert re.search(r"`step\(\)`, clipping and `zero_grad\(\)` refuse too", ROWS[1][1])
     model = small_model()

@@ -131,6 +131,7 @@ def test_the_same_name_in_another_package_is() -> None:
         step(type("Lion", (Compared,), {"__module__": "my.lion", "__qualname__": "Lion"}))
 
 
+@pytest.mark.long
 def test_numbers_of_the_real_classes_on_flat_memory() -> None:
     package = pytest.importorskip("pytorch_optimizer", reason="not in the tests' environment: `make optimizers` has it")
     names = [name for of, name in _COMPARED if of == "pytorch_optimizer"]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from shoal.flat import holders_of
 SECONDS = 1.5
 
 
+@pytest.mark.long
 def test_a_tuple_that_another_thread_is_making_from_a_generator_is_finished() -> None:
     """CPython raises SystemError where a tuple has more than one reference when it is finished."""
     stop = threading.Event()

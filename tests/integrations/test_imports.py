@@ -24,6 +24,7 @@ print([name for name in {FRAMEWORKS} if name in sys.modules])
     assert run(program) == "[]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_missing_framework_is_named_with_its_extra(framework: str) -> None:
     program = f"""

@@ -58,6 +58,7 @@ def losses_of(model: nn.Module) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [adagrad, named_groups])
 def test_it_trains_as_it_would_alone(dht: shoal.DHT, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     expected = Network()

@@ -12,6 +12,7 @@ from shoal.integrations.ranks import LaunchedRanks
 from shoal.integrations.terms import JoinTerms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strands", [1, 4])
 def test_a_state_that_is_given_an_epoch(dht: shoal.DHT, strands: int) -> None:
     """The optimizer is the user's own."""

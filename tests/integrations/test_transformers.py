@@ -209,6 +209,7 @@ def test_the_run_is_left_before_the_best_model_is_loaded(make: Make) -> None:
     assert not trainer.was_alive
 
 
+@pytest.mark.long
 @alone_or_with_strands
 def test_an_optimizer_and_a_scheduler_of_the_user_are_kept(make: Make, cluster: Any) -> None:
     model = language_model()

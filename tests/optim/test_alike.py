@@ -13,6 +13,7 @@ from tests.optim.conftest import Alone
 from tests.optim.test_strand_state import Net, made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer", [None, shoal.DiLoCo(inner_steps=4)])
 def test_ranks_have_the_same_kind_of_scheduler(alone: Alone, outer: shoal.DiLoCo | None) -> None:
     given: dict[str, Any] = {} if outer is None else {"target_batch_size": None, "outer": outer}

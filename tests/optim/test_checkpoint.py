@@ -28,6 +28,7 @@ def train(model: nn.Module, optimizer: shoal.Optimizer, epochs: range) -> None:
         assert optimizer.local_epoch == epoch + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "scheduler"), [("adamw", "steps"), ("sgd", "cosine")])
 def test_going_on_from_a_file(alone: Alone, name: str, scheduler: str) -> None:
     arguments: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "scheduler": SCHEDULERS[scheduler]}
@@ -56,6 +57,7 @@ def test_going_on_from_a_file(alone: Alone, name: str, scheduler: str) -> None:
     assert mine == theirs, "the scheduler differs"
 
 
+@pytest.mark.long
 def test_what_was_given_is_not_changed(alone: Alone) -> None:
     model = make_model()
     optimizer = alone(model, target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
@@ -98,6 +100,7 @@ def test_state_dicts_are_torchs_too(alone: Alone) -> None:
     assert torch.equal(fresh.state[mine]["exp_avg"], local.state[theirs]["exp_avg"])
 
 
+@pytest.mark.long
 def test_a_state_dict_of_another_model_is_refused(alone: Alone) -> None:
     optimizer = alone(make_model(), target_batch_size=64, optimizer=OPTIMIZERS["adamw"])
     other = OPTIMIZERS["adamw"](nn.Linear(3, 3).parameters())
@@ -106,6 +109,7 @@ def test_a_state_dict_of_another_model_is_refused(alone: Alone) -> None:
     assert optimizer.local_epoch == 0
 
 
+@pytest.mark.long
 def test_what_another_averager_of_gradients_kept_is_refused(alone: Alone) -> None:
     factory = functools.partial(shoal.PowerSGDGradientAverager, averager_rank=2)
     model = make_model()

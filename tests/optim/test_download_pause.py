@@ -90,7 +90,9 @@ def test_donors_that_do_not_share(
     options = NOBODY_SHARES | mode
     with Trainer(dhts[0], **options) as first, Trainer(dhts[1], **options) as second:
         first.go_on(5)
-        with Trainer(dhts[2], seed=1, **mode) as late:
+        late = Trainer(dhts[2], seed=1, **mode)
+        wait_until(lambda: len(late.optimizer._run.donors()) == 2)  # one that it meets later ends the pause
+        with late:
             before = flat(late.model)
             began, steps, epoch = time.monotonic(), first.steps, first.optimizer.local_epoch
             wait_until(lambda: len(tries(caplog)) >= 3)

@@ -140,6 +140,7 @@ CASES: dict[str, Callable[[int | None], list[Any]]] = {
 without_delays = functools.cache(lambda case: CASES[case](None))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_without_delays_all_peers_end_alike(case: str) -> None:
     found = without_delays(case)
@@ -155,6 +156,7 @@ def test_without_delays_all_peers_end_alike(case: str) -> None:
     assert all(each == by_peer[0] for each in by_peer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "size"), [("one process", 1), ("cluster of 2", 2), ("cluster of 3", 3)])
 def test_it_is_the_step_of_the_mean_of_all_samples(case: str, size: int) -> None:
     """As torch makes it in one process."""
@@ -180,6 +182,7 @@ def check(case: str, seed: int) -> None:
     assert CASES[case](seed) == without_delays(case), (case, seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "seeds",
@@ -232,6 +235,7 @@ def failing(rank: Rank) -> list[Any]:
     return calls(rank, rank.begin, *steps, rank.end)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_error_of_one_rank_at_each_exchange_is_an_error_of_all(culprit: int) -> None:
     total = exchanges_of_training()
@@ -282,6 +286,7 @@ def spill_at(rank: Rank, place: str, nth: int) -> None:
     setattr(owner, name, counting)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
 def test_after_an_error_at_any_place_ranks_train_on_or_are_told_to_load(place: str, culprit: int) -> None:

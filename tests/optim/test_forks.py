@@ -60,6 +60,7 @@ def state_of(peer: Peer, **changes: Any) -> dict[str, Any]:
     return saved
 
 
+@pytest.mark.long
 def test_both_sides_of_a_fork_are_told_and_what_is_left_is_kept(
     pair: tuple[Peer, Peer], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +93,7 @@ def test_both_sides_of_a_fork_are_told_and_what_is_left_is_kept(
     assert torch.equal(flat(second.model), mine)
 
 
+@pytest.mark.long
 def test_an_ancestor_is_no_fork(pair: tuple[Peer, Peer], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = pair
     line = first.optimizer._state.line.lineages
@@ -107,6 +109,7 @@ def test_an_ancestor_is_no_fork(pair: tuple[Peer, Peer], tmp_path: Path, caplog:
     assert "leads on from it: nothing is lost" in caplog.text
 
 
+@pytest.mark.long
 def test_a_newcomer_leaves_nothing(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     second.step(8)
@@ -116,6 +119,7 @@ def test_a_newcomer_leaves_nothing(pair: tuple[Peer, Peer]) -> None:
     assert first.forks == second.forks == []
 
 
+@pytest.mark.long
 def test_a_member_that_makes_up_states_is_told_of_a_few_times(
     pair: tuple[Peer, Peer], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -167,6 +167,7 @@ def test_thousands(mode: str, others: int) -> None:
     raise AssertionError(f"{rung} interrupts")
 
 
+@pytest.mark.long
 def test_an_interrupted_constructor_or_shutdown_leaves_nothing() -> None:
     model, made = model_of(), []
     with shoal.DHT(start=True) as dht, ringing(3) as bell:
@@ -183,6 +184,7 @@ def test_an_interrupted_constructor_or_shutdown_leaves_nothing() -> None:
         optimizer.shutdown()
 
 
+@pytest.mark.long
 def test_averagers() -> None:
     model, made = model_of(), list[Any]()
     options: dict[str, Any] = {"start": True, "min_group_size": 1, "min_matchmaking_time": 0.01}

@@ -129,6 +129,7 @@ def rates_of(*rates: float) -> list[Callable[[Any], torch.optim.Optimizer]]:
     return [functools.partial(sgd, lr=rate) for rate in rates]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_a_peer_that_differs_steps_with_the_others_and_says_so_once(
     mode: str, caplog: pytest.LogCaptureFixture
@@ -209,6 +210,7 @@ def many_groups(rates: list[float]) -> tuple[Any, Any]:
     return layers, groups
 
 
+@pytest.mark.long
 def test_rates_that_do_not_fit_are_compared_by_their_hash(caplog: pytest.LogCaptureFixture) -> None:
     """One that differs downloads the state of the others, and their options with it."""
     usual, other = [0.001 * (n + 1) for n in range(150)], [0.002 * (n + 1) for n in range(150)]

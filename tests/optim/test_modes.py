@@ -67,7 +67,7 @@ def made_in_inference(mode: str) -> set[int]:
     """The ids of all such tensors of this process; none if `mode` makes none, as it takes a while."""
     if mode != "inference":
         return set()
-    return {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_inference()}
+    return {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.is_inference()}
 
 
 def backward(model: nn.Module) -> None:

@@ -116,6 +116,7 @@ def check_all_or_nothing(model: nn.Module, optimizer: shoal.Optimizer, load: Cal
     raise AssertionError("it never loads")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [0, 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_all_memory_is_there_before_anything_changes(alone: Alone, mode: str, steps: int) -> None:
@@ -132,6 +133,7 @@ def test_all_memory_is_there_before_anything_changes(alone: Alone, mode: str, st
     train(model, optimizer, 9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.startswith("outer")])
 def test_a_drift_that_others_may_have_is_given_up_with_the_load(alone: Alone, mode: str) -> None:
     _, giver = trained(alone, 9, **MODES[mode])
@@ -147,6 +149,7 @@ def strands_of(giver: Any) -> list[Downloaded]:
     return [Kept(state.snapshot(state.tip, exact, part=part), ()).as_downloaded(0) for part in state.parts]
 
 
+@pytest.mark.long
 def test_a_cluster_of_strands_loads_all_of_them_or_none(alone: Alone) -> None:
     donor, newcomer = Net(300), Net(300)
     giver, taker = made_with_strands(alone, donor), made_with_strands(alone, newcomer, run_id="s")
@@ -173,6 +176,7 @@ class TeamOfTwo(Team):
         return [mine, self._answer]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "kind"), [(("no memory", True), NoMemoryForState), (("no such parameter", False), Rejected)]
 )
@@ -259,6 +263,7 @@ def test_a_kept_state_without_memory_is_loaded_later(alone: Alone, tmp_path: Any
     assert optimizer._state.tip == copy.snapshot.tip
 
 
+@pytest.mark.long
 def test_a_state_that_can_not_be_copied_is_lost_and_the_download_goes_on(
     alone: Alone, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:

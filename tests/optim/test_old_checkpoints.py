@@ -47,6 +47,7 @@ def test_it_goes_on_as_torch_does(alone: Alone, mode: str, kind: type[optim.Opti
     assert repr(state) == repr(before), "what was given has changed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_strands_has_the_numbers_as_torch_keeps_them(alone: Alone, tmp_path: Path, form: str) -> None:
     """So a new optimizer finds room for them. A parameter of one element has state of their shape."""

@@ -303,6 +303,7 @@ def anchor_of(optimizer: shoal.Optimizer) -> torch.Tensor:
     return torch.cat([anchor.detach().reshape(-1) for anchor in optimizer._state.stepped])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "choice", [{"fragments": 2}, {"mix": 0.5}, {"overlap": 1, "mix": 0.0, "fragments": 2}], ids=["parts", "mix", "late"]
 )
@@ -461,6 +462,7 @@ def test_weights_that_are_written_into_an_offloaded_model_count(alone: Alone) ->
     torch.testing.assert_close(flat(model), flat(loaded))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["exponential", "cosine", "sequence"])
 def test_a_checkpoint_has_the_rate_of_any_scheduler(alone: Alone, kind: str) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:

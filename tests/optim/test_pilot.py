@@ -482,6 +482,19 @@ def test_at_the_start_all_are_compared_and_nobody_is_told(at: Piloted, caplog: p
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(("tip", "digest", "is_unlike"), [
+    (GENESIS, STATES[0], True), (GENESIS, STATES[1], False), (GENESIS, b"", False), (FIRST, STATES[0], False),
+])  # fmt: skip
+def test_who_has_missed_the_first_round_is_compared_too(at: Piloted, tip: Tip, digest: bytes, is_unlike: bool) -> None:
+    """Without that, it would make the step from the parameters with which it alone has begun."""
+    at.swarm.tip = tip
+    at.run.outcomes = [outcome_of(tip, (8.0, 8.0), first=1, states=STATES[1:])]
+    ended = at.pilot.round(brought(tip, digest=digest), lambda *given: None)  # type: ignore[arg-type,return-value]
+    assert ended is not None
+    assert ended.is_unlike is is_unlike
+    assert at.pilot.averaged.donors == ((PeerID(KEYS[1]), PeerID(KEYS[2])) if is_unlike else ())
+
+
 def test_a_difference_soon_after_a_download_makes_it_rest(at: Piloted, caplog: pytest.LogCaptureFixture) -> None:
     at.pilot.arrived(FIRST, [], whole=True, lossy=False)
     at.run.outcomes = [outcome_of(FIRST, (8.0, 8.0, 8.0), states=STATES)]
@@ -564,6 +577,8 @@ def test_when_it_replays(at: Piloted) -> None:
     at.swarm.can_replay, at.swarm.behind = True, None
     assert not at.pilot.may_replay(standing())
     assert not at.pilot.replays(standing())
+    at.swarm.missed = True
+    assert at.pilot.replays(standing()), "it has heard of the last round that it misses"
     with at.pilot.replaying():
         assert at.run.done == ["loading", "replay"]
     assert at.run.done[-1] == "loaded"

@@ -201,6 +201,7 @@ class Counting(nn.Module):
         return self.layer(inputs)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_what_looks_at_buffers_does_not_break_compiled_graphs(alone: Alone) -> None:
     shared = nn.BatchNorm1d(4)
     alone(shared, target_batch_size=64, optimizer=OPTIMIZERS["sgd"], extra_tensors=list(shared.buffers()))

@@ -13,6 +13,7 @@ import torch
 
 import shoal
 from shoal.compression import Float16Compression, Uniform8BitQuantization
+from shoal.optim.pilot import Whereabouts
 from tests.optim.closing import Reads
 from tests.optim.models import OPTIMIZERS, SCHEDULERS, backward, fixed_batch, flat, make_model
 from tests.soaked import only_in_soak
@@ -134,7 +135,7 @@ def assert_alike(peers: list[Peer]) -> None:
             assert torch.equal(tensor, states[0]["tensors"][name]), name
 
 
-def test_options_are_those_of_the_last_epoch_and_inner_steps_survive() -> None:
+def test_options_are_those_of_the_last_epoch_and_inner_steps_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework's scheduler has not stepped this peer's groups. What a peer's model has drifted is its own."""
     given = {"outer": shoal.DiLoCo(), "scheduler": None, "optimizer": OPTIMIZERS["sgd"]}
     with run_of(**given) as make:
@@ -154,6 +155,14 @@ def test_options_are_those_of_the_last_epoch_and_inner_steps_survive() -> None:
         until = time.monotonic() + 20  # it replays what it has heard of: all four, in one go
         while late.optimizer.tracker.global_epoch < 6 and time.monotonic() < until:
             time.sleep(0.01)
+        pilot, replays = late.optimizer._epoch._pilot, late.optimizer._epoch._pilot.replays
+
+        def heard_of_it(at: Whereabouts) -> bool:
+            """Another member has sent it the COMMIT of the next round before it asks."""
+            pilot.run.learn_of_round()
+            return replays(at)
+
+        monkeypatch.setattr(pilot, "replays", heard_of_it)
         catch_up(late, 6)
         assert late.kinds() == ["Download"] + ["Epoch"] * 4
         assert_alike([*veterans, late])

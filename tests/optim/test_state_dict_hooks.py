@@ -176,6 +176,7 @@ def test_nor_with_an_outer_optimizer(alone: Alone, mode: str, of: str) -> None:
     torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_of_a_strand_state_each_rank_calls_its_own(alone: Alone, tmp_path: Path) -> None:
     """Saving by torch.distributed.checkpoint asks for the state once, and loading once before it loads."""
     called: list[str] = []
@@ -218,6 +219,7 @@ def test_a_changed_strand_state_is_the_one_that_counts(alone: Alone) -> None:
         optimizer.strand_state().load_state_dict(optimizer.strand_state().state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["default", "outer", "strands"])
 def test_no_download_and_no_kept_state_calls_any(alone: Alone, mode: str) -> None:
     first = made(alone, model := make_model(), run_id="one", **MODES[mode])

@@ -81,6 +81,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [0, 3])
 def test_all_of_the_state_comes_back(alone: Alone, tmp_path: Path, steps: int) -> None:
     first, second = Net(), Net()
@@ -99,6 +100,7 @@ def test_all_of_the_state_comes_back(alone: Alone, tmp_path: Path, steps: int) -
     assert other.local_epoch == steps + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer", [shoal.DiLoCo(inner_steps=4), shoal.DiLoCo(inner_steps=4, fragments=2)])
 def test_a_drift_comes_back(alone: Alone, tmp_path: Path, outer: shoal.DiLoCo) -> None:
     """In the middle of an epoch, with inner steps that no round has taken."""
@@ -120,6 +122,7 @@ def test_a_drift_comes_back(alone: Alone, tmp_path: Path, outer: shoal.DiLoCo) -
     assert (mine, values(second)) == (theirs, values(first))
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path: Path) -> None:
     optimizer = made(alone, Net())
     state = optimizer.strand_state().state_dict()
@@ -171,6 +174,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(alone: Alone, tmp_path
         other.shutdown()
 
 
+@pytest.mark.long
 def test_torch_names_the_number_of_strands(alone: Alone, tmp_path: Path) -> None:
     first, second = Net(), Net()
     save(made(alone, first), first, tmp_path)
@@ -210,6 +214,7 @@ def test_an_optimizer_of_which_no_other_can_be_made_is_saved_after_a_step(alone:
     assert everything(optimizer) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outer", [None, shoal.DiLoCo(inner_steps=2)])
 def test_what_is_loaded_stays_the_callers(alone: Alone, outer: shoal.DiLoCo | None) -> None:
     """No step changes it."""

@@ -86,6 +86,7 @@ def test_it_is_the_two_side_by_side(alone: Alone, mode: str, monkeypatch: pytest
     assert {*optimizer.state} == set(model.parameters())
 
 
+@pytest.mark.long
 def test_as_the_outer_optimizer_in_another_order(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     def outer(params: Any) -> torch.optim.Optimizer:
         def is_bias(name: str, parameter: torch.Tensor) -> bool:
@@ -184,6 +185,7 @@ def by_shape(rest: Any) -> Any:
     return make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rest", [torch.optim.AdamW, Counting])
 def test_a_newcomer_gets_the_state_and_both_step_alike(rest: Any) -> None:
     make = by_shape(rest)

@@ -221,6 +221,7 @@ def moved(by: float) -> list[list[float]]:
     return [(parameter.detach() - by).tolist() for parameter in model_of()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("signs", "by"), [((1.0, 1.0), EPOCHS * RATE), ((1.0, -1.0), 0.0)], ids=["alike", "against"])
 def test_a_toy_work(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch, signs: Sequence[float], by: float) -> None:
     def make_rounds(optimizer: Any, settings: Any, state: Any, made: Any, shards: Any, dht: Any) -> Rounds:
@@ -232,6 +233,7 @@ def test_a_toy_work(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch, sign
     assert same(models) == moved(by)
 
 
+@pytest.mark.long
 def test_a_toy_rounds(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, made = Shelf(2), list[OnAShelf]()
     usual = choice.make_rounds

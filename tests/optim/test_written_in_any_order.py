@@ -139,6 +139,7 @@ class Plain:
             load(saved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_training_goes_as_with_plain_torch(dht: shoal.DHT, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = itertools.count()

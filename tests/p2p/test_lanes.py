@@ -423,6 +423,7 @@ def test_nothing_is_left_of_lanes_in_any_state():
     assert descriptors() == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_lanes_that_end_in_the_middle_leave_nothing(seed):
     random = Random(seed)

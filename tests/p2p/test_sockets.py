@@ -351,6 +351,7 @@ def test_no_more_than_a_bound_waits_for_all_peers_and_who_takes_nothing_goes(mon
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_no_more_than_the_bound_in_bytes_waits_for_a_peer(monkeypatch):
     """More may pass, and a message costs something though it is empty."""
     monkeypatch.setattr(shoal.p2p.outgoing, "QUEUE_BYTES", 4 << 20)
@@ -461,6 +462,7 @@ def test_who_looks_at_all_objects_of_the_process_costs_no_connection(monkeypatch
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_32_transports_that_all_dial_each_other_need_no_thread():
     async def main():
         before = len(os.listdir("/proc/self/task"))

@@ -46,6 +46,7 @@ def test_every_block_is_checked_in_some_way(page: Path) -> None:
             yaml.safe_load(block.code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", runs("python"))
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(

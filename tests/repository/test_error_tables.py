@@ -24,6 +24,7 @@ def test_nothing_is_provoked_that_no_table_has() -> None:
     assert not PROVOCATIONS.keys() - {promise.message for promise in promises()}, "leave it out, or name the row"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("promise", promises(), ids=lambda promise: promise.message)
 def test_every_row_is_provoked(
     promise: Promise, dht: shoal.DHT, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -46,6 +46,7 @@ def test_forgets_a_port():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "complaint", "workers"),
     [

@@ -54,6 +54,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_wheel_holds_the_library_and_no_more(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
@@ -67,6 +68,7 @@ def test_wheel_holds_the_library_and_no_more(built: Path) -> None:
     assert [link for link in links if not "".join(link).startswith(("https://", "#"))] == []
 
 
+@pytest.mark.long
 def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as file:
         names = {name.partition("/")[2] for name in file.getnames()}

@@ -43,6 +43,7 @@ def _pauses(trainer: Trainer, usual: float = 5.0) -> list[float]:
     return [after - before for before, after in pairwise(trainer.ended) if after - before > usual]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_a_download_that_takes_a_hundred_epochs_is_awaited_once(seed: int) -> None:
     """It takes longer than `averaging_timeout` and `matchmaking_time`: nobody doubts, and nobody goes on alone."""
@@ -68,6 +69,7 @@ def test_a_download_that_takes_a_hundred_epochs_is_awaited_once(seed: int) -> No
     run(scenario(), until=300.0)
 
 
+@pytest.mark.long
 def test_newcomers_that_come_together_are_awaited_together() -> None:
     async def scenario() -> None:
         world, board = World(5), Board()
@@ -86,6 +88,7 @@ def test_newcomers_that_come_together_are_awaited_together() -> None:
     run(scenario(), until=300.0)
 
 
+@pytest.mark.long
 def test_a_holder_that_claims_that_there_is_no_room_is_not_believed() -> None:
     """It answers as only the coordinator does. And a donor is killed meanwhile."""
 

@@ -43,6 +43,7 @@ def seconds_of(outcomes: list[Outcome]) -> float:
     return max(outcome.allreduce_seconds for outcome in outcomes)
 
 
+@pytest.mark.long
 def test_a_slow_way_out_is_measured_in_the_first_round_and_spared_in_the_next() -> None:
     async def scenario() -> None:
         world = World(1, latency=0.01, jitter=0.0, bandwidth=RATE)

@@ -232,6 +232,7 @@ async def busy(seed: int) -> World:
     return world
 
 
+@pytest.mark.long
 def test_a_seed_replays_in_any_process():
     script = (
         "from tests.simulation.test_network import *; w = run(busy(int(sys.argv[1]))); print(len(w.trace), w.digest())"

@@ -31,6 +31,7 @@ async def until_together(peers: list[Peer], seconds: float) -> float:
     return loop.time() - began
 
 
+@pytest.mark.long
 def test_a_wrong_announced_address_is_told_of_by_both_sides(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         world = World(1)
@@ -93,6 +94,7 @@ def test_a_wrong_run_id_is_told_of_by_whoever_is_alone(caplog: pytest.LogCapture
     run(scenario())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [30, pytest.param(300, marks=pytest.mark.long), 3000])
 def test_whoever_lost_everybody_is_found_again_although_it_is_listed_nowhere(
     seconds: float, caplog: pytest.LogCaptureFixture

@@ -25,6 +25,7 @@ GENESIS = Tip.genesis("run")
 KEYS = [bytes([number]) * 32 for number in range(3)]
 
 
+@pytest.mark.long
 def test_a_seed_replays_and_keeps_all_rules() -> None:
     one, again = try_seed(6), try_seed(6)
     assert one.verdict == "ok", one

@@ -461,6 +461,7 @@ def test_what_no_codec_changes_is_sent_from_the_snapshots_own_memory():
     assert payloads[1][:4] == torch.tensor([7.5]).numpy().tobytes()
 
 
+@pytest.mark.long
 def test_a_large_state_comes_in_larger_chunks():
     async def scenario() -> None:
         newcomer, (donor,) = await swarm(World(18, bandwidth=1e9), 1)
