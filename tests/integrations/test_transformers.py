@@ -303,6 +303,7 @@ def test_a_checkpoint_without_the_optimizer_goes_on_at_its_epoch(
     assert "has no optimizer (save_only_model=True): this peer goes on from its model at epoch 3" in told
 
 
+@pytest.mark.long
 @alone_or_with_strands
 def test_a_checkpoint_from_outside_of_a_run_goes_on_as_its_state(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, cluster: Any

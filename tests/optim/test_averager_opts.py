@@ -44,6 +44,7 @@ def test_a_peer_that_does_not_share_its_state_gives_it_to_nobody(dht: shoal.DHT)
         assert keeps.load_state_from_peers(timeout=20.0), "it gets the others'"
 
 
+@pytest.mark.long
 def test_times_reach_an_averager_of_ones_own(dht: shoal.DHT) -> None:
     """Those that were given; it has its own defaults."""
     found: list[dict[str, Any]] = []

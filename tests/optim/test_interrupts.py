@@ -145,6 +145,7 @@ def test_what_a_handler_raises_comes_out_and_the_state_is_whole(mode: str) -> No
     assert bell.came == bell.rung > 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["default", "own averager", "delayed local updates"])
 def test_beside_another_peer(mode: str) -> None:
     bell = interrupt(mode, others=1, times=60, seed=2)

@@ -161,6 +161,7 @@ def test_of_two_that_differ_the_one_with_more_samples_counts_and_a_vote_lasts() 
         torch.testing.assert_close(flat(peers[0][0]), plain([0.02, 0.05, 0.02]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_who_missed_the_round_steps_with_its_options() -> None:
     """It fetches BEGIN with the result."""
     with together(2, optimizer=rates_of(0.05, 0.5), matchmaking_time=1.0) as peers:

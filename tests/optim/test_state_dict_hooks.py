@@ -152,6 +152,7 @@ def test_an_error_in_a_hook_comes_before_anything_changes(alone: Alone, mode: st
     assert optimizer.local_epoch == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", ["shoal", "inner", "outer"])
 @pytest.mark.parametrize("mode", ["outer", "strands with outer"])
 def test_nor_with_an_outer_optimizer(alone: Alone, mode: str, of: str) -> None:

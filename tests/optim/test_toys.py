@@ -250,6 +250,7 @@ def test_a_toy_rounds(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch) ->
     assert all(each.life[0] == "enter" and each.life[-1] == "leave" and not each.held for each in made)
 
 
+@pytest.mark.long
 def test_a_toy_pieces(dhts: list[shoal.DHT], monkeypatch: pytest.MonkeyPatch) -> None:
     made_coarse.clear()
     monkeypatch.setattr(choice, "Own", Coarse)

@@ -120,4 +120,5 @@ def test_the_list_is_read_from_the_source() -> None:
     ]
     for line in lines:
         assert list(foreign(ast.parse(line))), line
-    assert not list(foreign(ast.parse("import torch\nself._version = self._mine = torch.add(a, b)")) and [])
+    assert not list(foreign(ast.parse("import torch\nself._parameters = torch.add(a, b)")))
+    assert list(foreign(ast.parse("model._parameters")))

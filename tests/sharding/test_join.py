@@ -128,6 +128,7 @@ def test_the_tutorials_numbers(ask: Ask) -> None:
     assert [(answer["count"], answer["max"]) for answer in said] == [(10, 11), (11, 11)]
 
 
+@pytest.mark.long
 def test_what_is_written_for_ours_works_in_torchs(ask: Ask) -> None:
     assert ask("count", inputs=[5, 6], torchs=True) == ask("count", inputs=[5, 6])
 

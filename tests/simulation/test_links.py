@@ -67,6 +67,7 @@ def test_a_slow_way_out_is_measured_in_the_first_round_and_spared_in_the_next() 
     run(scenario(), until=3000.0)
 
 
+@pytest.mark.long
 def test_a_slow_link_between_two_is_spared() -> None:
     async def scenario() -> None:
         world = World(2, latency=0.01, jitter=0.0, bandwidth=RATE)
