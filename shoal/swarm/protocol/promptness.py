@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_KEPT = 4096  # peers that are remembered
 FACTOR = 3.0  # a peer may be silent for this many times the latest of its last answers
 LEAST_SECONDS = 0.75
-UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; half as long with each answer
+UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; a quarter of that with each answer
 EPOCHS = 200  # for so many epochs it is remembered how late an answer was
 
 
@@ -45,5 +45,5 @@ class Promptness:
                 how many wait.
         """
         latest, _ = self._latest.get(key, (0.0, 0))
-        unknown = UNKNOWN_SECONDS * 0.5 ** self._answers.get(key, 0)
+        unknown = UNKNOWN_SECONDS * 0.25 ** self._answers.get(key, 0)
         return min(self._most, max(LEAST_SECONDS, FACTOR * latest, unknown, cost))
