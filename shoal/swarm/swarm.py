@@ -899,7 +899,7 @@ class Swarm:
             if now - asleep > 2 * ASK_SECONDS:
                 self.contacts.forget_watches()
                 if time.process_time() - computed > BUSY * (now - asleep):
-                    self.peer.was_held(now - asleep)
+                    self.contacts.was_held(now - asleep)
             if now - asleep > 2 * LOOK_SECONDS:
                 self.peer.stood_still(now)
             awaited = self.peer.awaited(now) or list(self._asked)
