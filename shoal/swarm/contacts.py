@@ -461,7 +461,7 @@ class Contacts:
     async def _ping(self, key: bytes) -> None:
         ping, began = self._peer.ping(), loop_time()
         try:
-            pong = await self._channel.call(key, ping, msg.Pong, self._most_silent)
+            pong = await self._channel.call(key, ping, msg.Pong, self._most_silent + PING_SECONDS)
         except (P2PError, TimeoutError) as error:
             log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
         else:
