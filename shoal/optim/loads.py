@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from shoal.flat import bytes_of, holders_of
+from shoal.cluster.whole import local
+from shoal.flat import bytes_of
 
 HASHED_ELEMENTS = 1 << 22
 """The number of elements that are copied from a device at a time, to be hashed."""
@@ -25,13 +26,13 @@ class Loads:
 
     Args:
         tensors: the parameters of the model.
-        digest: returns the hash of their values.
+        modules: the modules that hold them.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], digest: Callable[[], bytes]) -> None:
-        self._tensors, self._digest = list(tensors), digest
+    def __init__(self, tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
+        self._tensors = list(tensors)
         self._before: bytes | None = None  # the hash of the values before the first load that is not settled
-        for module in {id(holder.module): holder.module for holder in holders_of(self._tensors)}.values():
+        for module in modules:
             if module not in _hooked:
                 _hooked.add(module)
                 module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
@@ -52,6 +53,9 @@ class Loads:
         if self._before is not None and self._digest() == self._before:
             self._before = None
         return self._before is not None
+
+    def _digest(self) -> bytes:
+        return hash_of(local(tensor).detach().contiguous() for tensor in self._tensors)
 
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed
@@ -37,6 +38,7 @@ class Placement:
     Attributes:
         unshared: the classes of layers whose running statistics are not in `extra_tensors`, with the number of such
             layers.
+        modules: the modules that hold these tensors, as long as others keep them.
         shown: what users see of the optimizer, once it is made.
     """
 
@@ -52,6 +54,7 @@ class Placement:
         self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
         self._places = Places(tensors, holders)
         self._places.keep()
+        self.modules = WeakSet(holder.module for holder in holders)
         shared = set(map(Tensor.data_ptr, extras))
         trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
         layers = {module for module in trained if isinstance(module, NormBase)}
