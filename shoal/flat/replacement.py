@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, compress, repeat
 from operator import is_
 
 import torch
@@ -50,30 +50,27 @@ class TensorHolder:
     index: int
 
 
-def living_modules(names: Set[str] | None = None) -> list[nn.Module]:
-    """The modules of the process, found as the objects that refer to their class.
-
-    Args:
-        names: names of classes, to find only modules of these classes and of their subclasses; None for all modules.
-    """
-    if names is None:
-        kinds = _living_classes()
-    else:
-        kinds = {kind for kind in _classes() if not names.isdisjoint(base.__name__ for base in kind.__mro__)}
-    found = gc.get_referrers(*kinds) if kinds else []
-    return [module for module in found if issubclass(type(module), nn.Module)]
-
-
-def _living_classes() -> set[type[nn.Module]]:
-    """The classes of the modules of the process. `gc.get_referrers` compares each reference of the process with each
-    class, so that a few classes take a fifth of the time that the hundreds of torch take.
+def living_modules() -> list[nn.Module]:
+    """The modules of the process. This takes about 0.07 s.
 
     While something refers to all objects, it also refers to tuples that other threads have not finished, and CPython
-    raises SystemError in a thread that finishes such a tuple. So `set` makes the list of all objects, and drops it: it
+    raises SystemError in a thread that finishes such a tuple. So `list` makes the list of all objects, and drops it: it
     calls only functions in C, within which no other thread runs.
     """
-    objects = chain.from_iterable(map(gc.get_objects, (None,)))
-    return set(filter(nn.Module.__subclasscheck__, map(type, objects)))
+    twice = chain.from_iterable(map(repeat, map(gc.get_objects, (None,)), (2,)))  # this list, and again this list
+    # One more object, so that both iterators come to their end, where they drop the list. The list refers to them, too.
+    objects = chain(chain.from_iterable(twice), (None,))
+    is_module = map(nn.Module.__subclasscheck__, map(type, chain.from_iterable(twice)))
+    return list(compress(objects, is_module))
+
+
+def living_modules_of(names: Set[str]) -> list[nn.Module]:
+    """The modules of classes with these names, and of their subclasses, found as the objects that refer to their class.
+    For few classes this takes half as long as `living_modules`.
+    """
+    kinds = [kind for kind in _classes() if not names.isdisjoint(base.__name__ for base in kind.__mro__)]
+    found = gc.get_referrers(*kinds) if kinds else []
+    return [module for module in found if issubclass(type(module), nn.Module)]
 
 
 def _classes() -> set[type[nn.Module]]:

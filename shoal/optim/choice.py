@@ -23,7 +23,7 @@ from shoal.optim.epoch import Background
 from shoal.optim.grad_averager import AveragerSum
 from shoal.optim.gradients import Gradients
 from shoal.optim.kept import Keeper
-from shoal.optim.loads import Loads
+from shoal.optim.loads import watch_loads
 from shoal.optim.local_steps import LocalSteps
 from shoal.optim.pieces import Own, StrandPieces
 from shoal.optim.rounds import AveragerRounds, InTheRun, Rounds, Strand, StrandRounds
@@ -148,8 +148,10 @@ def _drift(optimizer: Optimizer, settings: Settings, state: State, users: Steppe
     inner = Inner(users.optimizer, users.scheduler, on_host, memory)
     anchors = Anchors(state.stepped, state.optimizer, state.frozen_pairs)
     codec, feedback = settings.grad_compression, settings.error_feedback
-    loads = Loads(state.trained, state.of_model.placement.modules)
-    return Drift(optimizer, state.of_model, settings.outer, inner, state.trained, anchors, codec, feedback, loads=loads)
+    watch_loads(state.of_model.placement.modules)
+    return Drift(
+        optimizer, state.of_model, settings.outer, inner, state.trained, anchors, codec, feedback, watched=state.trained
+    )
 
 
 def _of_strands(
@@ -175,6 +177,7 @@ def _of_strands(
         [numbers[id(piece)] for piece in map(strands.pieces.__getitem__, places) if piece.requires_grad]
         for places in strands.numbers
     ]  # the number of the piece, for each strand and trained parameter
+    watch_loads({holder.module for holder in holders_of(model)})
     drift = Drift(
         optimizer,
         state.of_model,
@@ -185,7 +188,7 @@ def _of_strands(
         codec,
         feedback,
         turns=[[[own[number] for number in fragment] for own in of_strand] for fragment in fragments],
-        loads=Loads(model, {holder.module for holder in holders_of(model)}),
+        watched=model,
     )
     turns = [
         [strand(vector, number, fragment) for vector, number in zip(vectors, strands.mine, strict=True)]

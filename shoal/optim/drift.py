@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.averaging.exchange import Vector
 from shoal.averaging.residual import Residual
+from shoal.cluster.whole import local
 from shoal.compression import Compression, TensorRole, plan_codecs
 from shoal.flat import (
     FlatBuffer,
@@ -35,7 +36,7 @@ from shoal.optim.as_saved import load_as_saved
 from shoal.optim.closures import Closure
 from shoal.optim.diloco import DiLoCo
 from shoal.optim.exact_norm import norm_of
-from shoal.optim.loads import Loads
+from shoal.optim.loads import Loads, hash_of
 from shoal.optim.loss_steps import LossSteps
 from shoal.optim.pieces import Pieces
 from shoal.optim.result import StepResult
@@ -126,9 +127,9 @@ class Drift(Work):
         anchors: their anchors.
         compression: the codec of drifts in a round.
         error_feedback: see `Vector`.
-        loads: what users load into the trained parameters of the model.
         turns: for each fragment, the numbers of the parameters in each of its vectors. By default the fragments of
             `choice`, each in one vector.
+        watched: the trained parameters of the model, into which users load checkpoints.
 
     Attributes:
         fragments: for each vector, the numbers of its parameters.
@@ -152,8 +153,8 @@ class Drift(Work):
         compression: Compression,
         error_feedback: float | None = None,
         *,
-        loads: Loads,
         turns: Sequence[Sequence[Sequence[int]]] | None = None,
+        watched: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(shoal_optimizer, pieces)
         self.choice = choice
@@ -178,7 +179,7 @@ class Drift(Work):
         self._is_stale = True  # whether the parameters in `_on_host` are older than the model's
         self._places = list(map(Tensor.data_ptr, self._model))  # in that memory
         self._watch = MemoryWatch()  # of the model since the last inner step, if `_on_host` has copies of it
-        self._loads = loads
+        self._loads = Loads(watched, lambda: hash_of(local(tensor).detach().contiguous() for tensor in watched))
         self._is_apart = False  # whether the model may differ from the anchors even without new inner steps
         self.samples, self.steps = 0.0, 0
         self._brought = self._in_flight = (0.0, 0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from shoal.cluster.whole import local
 from shoal.flat import bytes_of
 
 HASHED_ELEMENTS = 1 << 22
@@ -19,23 +18,19 @@ HASHED_ELEMENTS = 1 << 22
 
 class Loads:
     """Notices `load_state_dict` of the modules that hold some tensors, and of modules around these, in every form:
-    `strict=False`, `assign=True`, and through `torch.distributed.checkpoint`.
+    `strict=False`, `assign=True`, and through `torch.distributed.checkpoint`. The modules are those of `watch_loads`.
 
     A loaded model can't be told by its values from one that was trained. So torch's hooks tell of it. A model that has
     its old values again was not changed: weights may be loaded for an evaluation, and loaded back.
 
     Args:
         tensors: the parameters of the model.
-        modules: the modules that hold them.
+        digest: returns the hash of their values.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
-        self._tensors = list(tensors)
+    def __init__(self, tensors: Sequence[Tensor], digest: Callable[[], bytes]) -> None:
+        self._tensors, self._digest = list(tensors), digest
         self._before: bytes | None = None  # the hash of the values before the first load that is not settled
-        for module in modules:
-            if module not in _hooked:
-                _hooked.add(module)
-                module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         _watched.update({id(tensor): self for tensor in self._tensors})
 
     def begin(self) -> None:
@@ -54,8 +49,13 @@ class Loads:
             self._before = None
         return self._before is not None
 
-    def _digest(self) -> bytes:
-        return hash_of(local(tensor).detach().contiguous() for tensor in self._tensors)
+
+def watch_loads(modules: Iterable[nn.Module]) -> None:
+    """From now on, `Loads` notices what is loaded into these modules."""
+    for module in modules:
+        if module not in _hooked:
+            _hooked.add(module)
+            module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
 
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

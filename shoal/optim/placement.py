@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, distributed
 
-from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules
+from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules_of
 from shoal.optim._torch import NormBase
 
 _OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -124,7 +124,7 @@ class Placement:
         """The class of a wrapper of several ranks, the number of its ranks, and the number of a parameter that it
         holds; None if there is no such wrapper."""
         indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for module in living_modules(_OF_SEVERAL_RANKS):
+        for module in living_modules_of(_OF_SEVERAL_RANKS):
             group: Any = module.__dict__.get("process_group")  # None if another thread is just making the module
             held = [indices[id(parameter)] for parameter in module.parameters() if id(parameter) in indices]
             if held and group is not None and group.size() > 1:

@@ -17,6 +17,8 @@ import torch
 import shoal
 from tests.forked import ROOT
 
+# What a plain run imports beyond torch and its optimizer, and beyond the standard library's that torch has imported.
+NEEDED = {"_cffi_backend", "_openssl", "blake3", "cryptography", "msgspec", "resource", "shoal"}
 COMMAND = [sys.executable, "-m", "tests.optim.starting"]
 
 
@@ -30,8 +32,12 @@ def test_making_one_is_cheap_and_a_kill_leaves_nothing() -> None:
             process.kill()
     print(measured)
     assert measured["epoch"] == 1
-    assert measured["cpu"] < 1.2, "CPU time from import to a constructed Optimizer, in that of importing torch"
-    assert measured["optimizer_cpu"] < 0.2, "of this, to construct the Optimizer"
+    # CPU seconds, in those of importing torch. Without byte code the import takes twice as long.
+    assert measured["import_cpu"] < 0.5
+    assert measured["dht_cpu"] < 0.05
+    assert measured["optimizer_cpu"] < 0.15
+    assert measured["of_torch"] == []
+    assert set(measured["imports"]) <= NEEDED
     assert measured["memory"] < 60, "MB more than torch alone"
     assert measured["threads"] <= 6
     assert measured["python_threads"] == ["shoal-reactor"]
@@ -71,4 +77,4 @@ def test_making_one_looks_over_the_objects_of_the_process_once(
         shoal.Optimizer(
             dht=dht, run_id="looks", batch_size_per_step=8, params=params, optimizer=sgd, **options
         ).shutdown()
-    assert looks == {"get_objects": 1, "get_referrers": 1}
+    assert looks == {"get_objects": 1}

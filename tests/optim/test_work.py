@@ -23,7 +23,6 @@ from shoal.optim.closures import Closure
 from shoal.optim.drift import Anchors, Drift, Inner
 from shoal.optim.grad_averager import AveragerSum
 from shoal.optim.gradients import Gradients
-from shoal.optim.loads import Loads
 from shoal.optim.local_steps import LocalSteps
 from shoal.optim.pieces import Pieces
 from shoal.optim.result import StepResult
@@ -184,8 +183,7 @@ def drift(*, on_host: bool = False, **given: Any) -> Made:
     if given.get("fragments") == 2:
         given["fragments"] = [[model[0]], [model[1]]]
     choice = shoal.DiLoCo(**given)
-    anchored, loads = Anchors(anchors, outer), Loads(model, [])
-    work = Drift(inner.optimizer, pieces, choice, inner, model, anchored, NoCompression(), loads=loads)
+    work = Drift(inner.optimizer, pieces, choice, inner, model, Anchors(anchors, outer), NoCompression(), watched=model)
     return Made(work, model, frozen, pieces, Steps(outer, list(zip(anchors, model, strict=True))))
 
 
