@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -14,34 +16,43 @@ from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
+from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.messages import Progress
 from tests.simulation.swarms import Board, seeds, spawn_swarm
 from tests.simulation.test_replay import OPTIONS, assert_alike
 from tests.simulation.trainers import RULES, Trainer
 
-BATCH_SECONDS = 0.1  # an epoch of five takes 0.8 s
+BATCH_SECONDS, PART = 0.1, 8.0  # an epoch of five takes 0.8 s
 EPOCHS = 30
 PAUSE = 2.5 + 1.0  # a member that is silent in a round is out of it in 2.5 s; then comes an epoch without its samples
 COORDINATOR_PAUSE = 5.0 + 1.0
 MOST_SILENT = 15.0 / 3  # beyond this, three times as long is more than any member is given
 
 
+@dataclass
 class Computing(Trainer):
-    """It computes on while a report is on its way, as the progress tracker does."""
+    """It computes on while a report is on its way, as the progress tracker does. It rests when it has its part."""
+
+    part: float = math.inf
+    reported: tuple[float, bytes] = (-1.0, b"")  # how many samples, and to whom
 
     async def count(self) -> float:
-        swarm, samples = self.peer.swarm, 0.0
+        swarm, samples, self.reported = self.peer.swarm, 0.0, (-1.0, b"")
         reporting: asyncio.Task[None] | None = None
         while swarm.tip == self.tip and not swarm.called:
-            if reporting is None or reporting.done():
+            if (reporting is None or reporting.done()) and self.reported != (samples, self._coordinator()):
                 reporting = self.peer.node.spawn(self._report(samples))
             await asyncio.sleep(self.batch_seconds)
-            samples += 1.0
+            samples = min(self.part, samples + 1.0)
         return samples
 
     async def _report(self, samples: float) -> None:
-        with contextlib.suppress(P2PError, TimeoutError):
+        with contextlib.suppress(P2PError, TimeoutError, AveragingError):
             await self.peer.swarm.report(Progress(self.peer.swarm.tip, samples, 1.0 / self.batch_seconds))
+            self.reported = samples, self._coordinator()
+
+    def _coordinator(self) -> bytes:
+        return self.peer.swarm.peer.participant.coordinator().key
 
 
 @dataclass
@@ -70,8 +81,15 @@ class Silences:
         return sum(by is trainer for _, by, _ in self.seen)
 
 
-async def spawn_trainers(world: World, silences: Silences, count: int = 5) -> list[Trainer]:
-    trainers: list[Trainer] = [Computing(peer) for peer in await spawn_swarm(world, count, Board(), **OPTIONS)]
+async def spawn_trainers(
+    world: World, silences: Silences, count: int = 5, *, have_parts: bool = False
+) -> list[Trainer]:
+    rules = dataclasses.replace(OPTIONS["rules"], target_samples=PART, target_is_each=True) if have_parts else None
+    options = OPTIONS | ({"rules": rules} if rules else {})
+    part = PART if have_parts else math.inf
+    trainers: list[Trainer] = [
+        Computing(peer, part=part) for peer in await spawn_swarm(world, count, Board(), **options)
+    ]
     for trainer in trainers:
         trainer.donate()
         trainer.batch_seconds = BATCH_SECONDS
@@ -94,11 +112,12 @@ def now() -> float:
 
 
 @pytest.mark.parametrize("seconds", [1.0, 3.0, 10.0, 30.0, 60.0])
+@pytest.mark.parametrize("have_parts", [False, True])
 @pytest.mark.parametrize("seed", seeds(4))
-def test_a_member_that_is_stopped_holds_up_nobody_for_long(seed: int, seconds: float) -> None:
+def test_a_member_that_is_stopped_holds_up_nobody_for_long(seed: int, seconds: float, have_parts: bool) -> None:
     async def scenario() -> None:
         world, silences = World(seed), Silences()
-        stopped, *others = trainers = await spawn_trainers(world, silences)
+        stopped, *others = trainers = await spawn_trainers(world, silences, have_parts=have_parts)
         tasks = begin(trainers, EPOCHS)
         await others[0].reached(8)
         await asyncio.sleep(world.rng.uniform(0.0, 4.0))

@@ -901,10 +901,12 @@ class Peer:
         lead, gathering, participant = self._runs, self.gathering, self.participant
         if lead is not None:
             return [*lead.live(), *self._unheard]
-        if gathering is not None and gathering.phase is Until.BEGIN:
+        if gathering is not None and (gathering.phase is Until.BEGIN or participant.begin is None):
             return [*gathering.overdue(now), *self._unheard]
         if participant.begin is not None:
             return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
+        if self.doubts.has_its_part():
+            return [participant.coordinator().key, *self._unheard]
         return [*([participant.joined] if participant.state is MemberState.JOINED else ()), *self._unheard]
 
     def _next_in_turn(self, now: float) -> list[bytes]:
