@@ -16,7 +16,7 @@ from shoal.p2p.errors import P2PError
 from shoal.p2p.identity import PeerID
 from shoal.simulation.clock import run
 from shoal.simulation.world import World
-from shoal.swarm.protocol.errors import AveragingError
+from shoal.swarm.protocol.errors import AveragingError, Behind
 from shoal.swarm.protocol.messages import Progress
 from tests.simulation.swarms import Board, seeds, spawn_swarm
 from tests.simulation.test_replay import OPTIONS, assert_alike
@@ -40,6 +40,8 @@ class Computing(Trainer):
         swarm, samples, self.reported = self.peer.swarm, 0.0, (-1.0, b"")
         reporting: asyncio.Task[None] | None = None
         while swarm.tip == self.tip and not swarm.called:
+            if self.is_behind:
+                raise Behind("others are past this state")
             if (reporting is None or reporting.done()) and self.reported != (samples, self._coordinator()):
                 reporting = self.peer.node.spawn(self._report(samples))
             await asyncio.sleep(self.batch_seconds)
