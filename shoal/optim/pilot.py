@@ -274,14 +274,15 @@ class Pilot:
         Raises:
             Rejected: if the run has other terms.
         """
+        rests = has_its_part and self._waited_at != tip
         try:
-            self.tracker.report(progress, behind=samples)
+            self.tracker.report(progress, behind=samples, rests=rests)
         except Behind as error:
             log.info("%s", error)
             return Next.LATE
-        if has_its_part and self._waited_at != tip and not self.is_due:
+        if rests and not self.is_due:
             self._waited_at = tip
-            with self.paused():
+            with self.tracker.waiting():
                 self.run.wait_for_round(tip, self._settings.matchmaking_time)
         return Next.END if self.is_due else Next.GO_ON
 
@@ -656,12 +657,14 @@ class Pilot:
         """Report the last round. For the arguments, see `ended`."""
         outcome, cost = self.averaged.outcome, cost or Cost()
         assert outcome is not None
+        begin = outcome.begin
+        brought = {member.key: weight for member, weight in zip(begin.members, begin.weights, strict=True)}
         self._tell(
             EpochReport(
                 epoch=self.averaged.tip.epoch,
                 samples=outcome.commit.samples,
-                num_peers=len(outcome.begin.members),
-                coordinator=str(PeerID(outcome.begin.ballot.coordinator)),
+                num_peers=len(begin.members),
+                coordinator=str(PeerID(begin.ballot.coordinator)),
                 round_seconds=cost.seconds + outcome.matchmaking_seconds + outcome.allreduce_seconds,
                 matchmaking_seconds=outcome.matchmaking_seconds,
                 allreduce_seconds=cost.seconds + outcome.allreduce_seconds,
@@ -672,6 +675,7 @@ class Pilot:
                 waiting_seconds=waiting,
                 step_seconds=step_seconds,
                 grad_norm=norm,
+                own_samples=brought.get(self.me, 0.0),
             )
         )
 

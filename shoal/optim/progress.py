@@ -365,7 +365,9 @@ class RunProgress:
         told = counted.count.target if counted is not None and is_of_tip else 0.0
         return told or self.target_batch_size
 
-    def report(self, samples: float, at_once: bool = False, *, behind: float | None = None) -> None:
+    def report(
+        self, samples: float, at_once: bool = False, *, behind: float | None = None, rests: bool = False
+    ) -> None:
         """Report what this peer has accumulated in this epoch, and update `ready_to_update_epoch`.
 
         The call returns when the trainer should begin another step, or end the epoch.
@@ -374,6 +376,7 @@ class RunProgress:
             samples: the samples in this epoch; the inner steps, if the target counts them.
             at_once: return without waiting for the answer.
             behind: the samples in this epoch, if the target counts inner steps.
+            rests: this peer begins no other step before the round.
 
         Raises:
             Behind: if the run is at a state that outranks this peer's.
@@ -389,10 +392,11 @@ class RunProgress:
         if added > 0 and made > 0 and self._since is not None:
             self.performance_ema.update(made, now - self._since)
             self._step.update(added, now - self._since)
-        self._mine = self._progress(self._mine.tip, samples, another=added > 0)
+        another = added > 0 and not rests
+        self._mine = self._progress(self._mine.tip, samples, another)
         try:
             if not self.ready_to_update_epoch:
-                self._tell(self._mine, now, another=added > 0, at_once=at_once)
+                self._tell(self._mine, now, another=another, at_once=at_once or rests)
         except Rejected:
             self._reports.rejected = None
             raise
@@ -401,8 +405,8 @@ class RunProgress:
             self.restart_clock()
 
     def take_waited(self) -> float:
-        """The seconds that `report` has taken since the last call of this method. In that time this peer waited for
-        samples of others."""
+        """The seconds for which this peer has waited for samples of others since the last call of this method: in
+        `report`, and within `waiting`."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -430,6 +434,16 @@ class RunProgress:
         finally:
             if self._since is not None:
                 self._since += time.monotonic() - max(began, self._since)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which this peer waits for samples of others; see `paused` and `take_waited`."""
+        began = time.monotonic()
+        try:
+            with self.paused():
+                yield
+        finally:
+            self._waited += time.monotonic() - began
 
     def start(self) -> None:
         """From now on, ask for the progress of others when this peer has nothing to report."""
@@ -459,7 +473,7 @@ class RunProgress:
         # Whether the peers may reach the target during this peer's next step, as far as this peer knows.
         under_way = counted.count.under_way if counted is not None and report.seconds else 0.0
         soon = is_unknown or missing <= others * report.seconds + under_way
-        if at_once:
+        if at_once:  # other members may wait for it
             self._pending = self._reactor.submit(reports.tell(report))
         elif another and self._may_wait and soon and self._waited_in_vain_at != report.tip:
             asking = self._reactor.submit(self._ask(report))

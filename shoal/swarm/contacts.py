@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from shoal.swarm.protocol import messages as msg
 from shoal.swarm.protocol.book import require
 from shoal.swarm.protocol.errors import Rejected
 from shoal.swarm.protocol.peer import Peer
+from shoal.swarm.protocol.promptness import Promptness
 from shoal.swarm.protocol.reach import Reachability, Reaching
 from shoal.swarm.protocol.sparing import Sparing
 from shoal.swarm.protocol.tensors import Tensors, difference, encode_tensors
@@ -39,6 +41,8 @@ EXPLAINED, EXPLAINED_SECONDS = 8, 60.0  # how often the log reports other terms 
 ALONE_SECONDS = 5.0  # if a newcomer meets only peers with other terms for so long, it is the one that differs
 REFUSED_SECONDS = 60.0  # a peer with other terms is remembered for so long after it has gone
 MAX_REPORTS = 64  # unread `reports`
+PING_SECONDS = 1.0  # a peer that this peer waits for is asked again for a sign of life after so long
+CONTROLS = 2  # so many others are asked when one is silent, and nobody else was heard since
 
 
 @dataclass(slots=True)
@@ -64,10 +68,12 @@ class _Watch:
     Attributes:
         since: when the peer last gave a sign of life.
         movement: the bytes on the connection to the peer.
+        asked: when it was last asked for one.
     """
 
     since: float
     movement: Movement
+    asked: float = -math.inf
 
 
 class Contacts:
@@ -81,6 +87,7 @@ class Contacts:
         peer: the machine that is told of members.
         directory: lists the members.
         tensors: the tensors behind the schema hash of the terms.
+        most_silent: the longest that a peer that this peer waits for may be silent, in seconds.
         act: performs the actions of the machine.
 
     Attributes:
@@ -90,9 +97,15 @@ class Contacts:
     """
 
     def __init__(
-        self, channel: Channel, peer: Peer, directory: Directory, tensors: Sequence[Tensors], act: Callable[[], None]
+        self,
+        channel: Channel,
+        peer: Peer,
+        directory: Directory,
+        tensors: Sequence[Tensors],
+        most_silent: float,
+        act: Callable[[], None],
     ) -> None:
-        self._channel, self._peer, self._view = channel, peer, peer.view
+        self._channel, self._peer, self._view, self._most_silent = channel, peer, peer.view, most_silent
         self._directory, self._tensors, self._act = directory, tensors, act
         self.reports: deque[Reachability] = deque(maxlen=MAX_REPORTS)
         self.told: dict[bytes, Tip] = {}
@@ -101,6 +114,7 @@ class Contacts:
         self._sparing = Sparing(EXPLAINED, EXPLAINED_SECONDS)
         self._meeting: set[bytes] = set()
         self._pinged: dict[bytes, None] = {}  # peers that owe an answer
+        self._promptness = Promptness(most_silent)
         self._watches: dict[bytes, _Watch] = {}
         self._spread: asyncio.TimerHandle | None = None
         self._again: asyncio.TimerHandle | None = None  # repeats how the last peer with other terms differs
@@ -255,6 +269,7 @@ class Contacts:
             return self._peer.hello()
         self._strangers.pop(peer.key, None)
         self._reach.accepted(peer.key)
+        self._promptness.may_be_late(peer.key, hello.held, self._peer.tip.epoch)
         self.spoke(hello.sender)
         new = self._view.hear(peer.key, hello.members, loop_time())
         # If others reach a member that this peer has lost, it is alive.
@@ -314,9 +329,10 @@ class Contacts:
             await self._greet(peer)
 
     async def _greet(self, peer: PeerID) -> None:
-        said = self._view.said(peer.key)
+        said, began = self._view.said(peer.key), loop_time()
         try:
             hello = await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT)
+            self.answered(peer.key, loop_time() - began)
             if self._stopped:  # that peer may have received HELLO after LEAVE, or no LEAVE at all
                 self._channel.notify([peer.key], msg.Leave())
                 return
@@ -389,35 +405,67 @@ class Contacts:
         """Forget when peers last gave a sign of life. This process stood still, so it has not read what has arrived."""
         self._watches.clear()
 
-    def look_after(self, keys: Iterable[bytes], timeout: float, now: float) -> None:
-        """Ping these peers, which this peer waits for. A peer that gives no sign of life for `timeout` seconds is
-        disconnected, and so is lost. Called every second."""
+    def look_after(self, keys: Iterable[bytes], cost: float, now: float) -> None:
+        """Ping these peers, which this peer waits for. Called several times a second. A peer that gives no sign of life
+        for too long is disconnected, and so is lost: see `Promptness`.
+
+        Args:
+            keys: the peers.
+            cost: see `Promptness.limit`.
+            now: the time.
+        """
         node, before = self._channel.node, self._watches
         waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
         self._watches = {}
         for key in {**waited_for, **self._pinged}:
             peer = PeerID(key)
             moved = node.transport.moved(peer)
-            watch = before.get(key) or _Watch(now, Movement(moved))
+            watch = self._watches[key] = before.get(key) or _Watch(now, Movement(moved))
             if watch.movement.goes_on(moved):
                 watch.since = now
             watch.since = max(watch.since, node.heard(peer))
-            if now - watch.since > timeout:
-                log.info("%r: %r does not answer", node.peer_id, peer)
-                node.disconnect(peer, f"it has given no sign of life for {timeout:g} s")
-                continue
-            self._watches[key] = watch
-            if key in waited_for and key not in self._pinged:
-                self._pinged[key] = None
-                self._channel.node.spawn(self._ping(key, timeout))
+            is_due = key in before and now - watch.asked >= PING_SECONDS  # mostly it comes before the next look
+            if key in waited_for and key not in self._pinged and is_due:
+                watch.asked, self._pinged[key] = now, None
+                node.spawn(self._ping(key))
+        for key, watch in list(self._watches.items()):
+            silent = now - max(watch.since, watch.asked)
+            limit = self._promptness.limit(key, cost)
+            if silent > limit / 2 and not self._hears_others(key, watch.since):
+                limit = self._most_silent  # it may be this peer that nobody reaches
+            if key in self._pinged and silent > limit:
+                log.info("%r: %r does not answer", node.peer_id, PeerID(key))
+                node.disconnect(PeerID(key), f"it has given no sign of life for {limit:.3g} s")
+                del self._watches[key]
 
-    async def _ping(self, key: bytes, timeout: float) -> None:
-        ping = self._peer.ping()
+    def answered(self, key: bytes, seconds: float) -> None:
+        """That peer has answered so late."""
+        self._promptness.answered(key, seconds, self._peer.tip.epoch)
+
+    def was_held(self, seconds: float) -> None:
+        """This peer's trainer has kept its reactor from running for so long. The others give it more time."""
+        if self._peer.was_held(seconds):
+            self._channel.notify(self._view.others(), self._peer.hello())
+
+    def _hears_others(self, key: bytes, since: float) -> bool:
+        """Whether another member has given a sign of life since then. If none has, ask some."""
+        node, here = self._channel.node, [member.key for member in self._view.connected()]
+        others = [other for other in here if other not in (key, self._view.me.key)]
+        if any(node.heard(PeerID(other)) > since for other in others):
+            return True
+        for other in [other for other in others if other not in self._pinged][:CONTROLS]:
+            self._pinged[other] = None
+            node.spawn(self._ping(other))
+        return False
+
+    async def _ping(self, key: bytes) -> None:
+        ping, began = self._peer.ping(), loop_time()
         try:
-            pong = await self._channel.call(key, ping, msg.Pong, timeout)
+            pong = await self._channel.call(key, ping, msg.Pong, self._most_silent + PING_SECONDS)
         except (P2PError, TimeoutError) as error:
             log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
         else:
+            self.answered(key, loop_time() - began)
             self._peer.on_pong(key, ping, pong, loop_time())
             self._act()
         finally:

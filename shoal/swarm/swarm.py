@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import struct
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -50,7 +51,9 @@ DEFAULT_REQUEST_TIMEOUT = 10.0  # `request_timeout` if none is given, in seconds
 AGAIN_SECONDS = 1.5  # a round waits this long for a member that this peer could not reach before
 DECLINED_SECONDS = 0.05  # pause after a declined JOIN, in which the two peers exchange their tips or views
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
-LOOK_SECONDS = 1.0
+LOOK_SECONDS, ASK_SECONDS = 1.0, 0.25
+SLOW_RATE = 2.5e6  # bytes per second, for a line of which nothing is known
+BUSY = 0.05  # a process that has computed for less than this part of the time in which it did not run was stopped
 TELL_SECONDS = 2.0  # a member may take this long to say how a round has ended
 MOST_ASKED = 3  # how many members are asked how a round has ended
 ROUND_SECONDS = 10.0  # a newcomer waits this long for the end of the round that follows the state it wants
@@ -144,12 +147,13 @@ class Swarm:
         terms = replace_struct(terms, options=options, release=RELEASE)
         keeps_state, redo_bytes = place.keeps_state, place.redo_bytes
         self.peer = Peer(view, terms, rules, silence, self._signer, keeps_state=keeps_state, redo_bytes=redo_bytes)
-        self.contacts = Contacts(channel, self.peer, directory, place.tensors, self._act)
+        self.contacts = Contacts(channel, self.peer, directory, place.tensors, chunk_timeout, self._act)
         self._fetching = Fetching(channel, chunk_timeout, self._progressed, rules)
         self.loading: Loading | None = None
         # What a round that it replays costs it; None if it can't replay any.
         elements = sum(rules.vector(0, with_state=rules.state_always))
-        self._result_bytes = rules.element_bytes * elements if redo_bytes else None
+        self._round_bytes = rules.element_bytes * elements
+        self._result_bytes = self._round_bytes if redo_bytes else None
         self._rate = 0.0  # bytes per second of the last download
         self._measured = Measured() if measured is None else measured
         self._before: dict[bytes, Flow] = {}  # by member: what was delivered before the measured round began
@@ -307,8 +311,8 @@ class Swarm:
         return self._ask_at([until]) - now if until > now else self.forget_behind()
 
     def _ask_at(self, times: Sequence[float]) -> float:
-        for time in times:
-            asyncio.get_running_loop().call_at(time + LATER_SECONDS, self._tell_news)
+        for at in times:
+            asyncio.get_running_loop().call_at(at + LATER_SECONDS, self._tell_news)
         return min(times, default=math.inf)
 
     def rests(self, tip: Tip) -> bool:
@@ -376,13 +380,15 @@ class Swarm:
         coordinator = self.peer.participant.coordinator()
         self._reported_to = (coordinator.key, report.tip)
         self._asked.append(coordinator.key)
-        self.peer.doubts.asked(coordinator.key, self._now(), report.samples)
+        self.peer.doubts.asked(coordinator.key, began := self._now(), report.samples)
         said = self.peer.view.said(coordinator.key)
         try:
             answer = (await self._channel.ask(coordinator.key, report, self._request_timeout)).body
         finally:
             self._asked.remove(coordinator.key)
         if isinstance(answer, msg.Count):
+            if report.samples:  # a first report may have come before the COMMIT of the epoch before
+                self.contacts.answered(coordinator.key, self._now() - began)
             self.peer.coordinator_answered(coordinator.key, None, self._now())
             if answer.called and answer.tip == self.tip and not self.called:
                 self.peer.is_called()
@@ -885,14 +891,23 @@ class Swarm:
         self.is_reached(Reach.DIRECT if is_direct else Reach.RELAYED)
 
     async def _keep_looking(self) -> None:
-        """Check every second whether the round makes progress, and whether the awaited peers are alive."""
+        """Check every second whether the round makes progress, and more often whether the awaited peers are alive."""
+        looked = self._now()
         while True:
-            asleep = self._now()
-            await asyncio.sleep(LOOK_SECONDS)
+            asleep, computed = self._now(), time.process_time()
+            await asyncio.sleep(ASK_SECONDS)
             now = self._now()
-            if now - asleep > 2 * LOOK_SECONDS:
+            if now - asleep > 2 * ASK_SECONDS:
                 self.contacts.forget_watches()
+                if time.process_time() - computed > BUSY * (now - asleep):
+                    self.contacts.was_held(now - asleep)
+            if now - asleep > 2 * LOOK_SECONDS:
                 self.peer.stood_still(now)
+            awaited = self.peer.awaited(now) or list(self._asked)
+            self.contacts.look_after([*awaited, *self._watching], self._cost_of_being_left_out(), now)
+            if now - looked < LOOK_SECONDS:
+                continue
+            looked = now
             if now - asleep > LOOK_SECONDS + self._chunk_timeout:
                 # The process was stopped, or the machine asleep. The others may have continued without this peer: find
                 # them before this peer begins a round without them.
@@ -906,5 +921,11 @@ class Swarm:
                 self.contacts.look()
             self.peer.look(lambda key: self.node.transport.moved(PeerID(key)), now)
             self._act()
-            awaited = self.peer.awaited(now) or list(self._asked)
-            self.contacts.look_after([*awaited, *self._watching], self._chunk_timeout, now)
+
+    def _cost_of_being_left_out(self) -> float:
+        """For how many seconds each of the others would have to wait for a member to cost all of them as much as the
+        member if it is left out: then it downloads the result. As far as the rate of this peer's line is known, which
+        is as good a guess as any."""
+        rate = self.peer.participant.given.rates.own or SLOW_RATE
+        others = max(1, len(self.peer.view.connected()) - 1)
+        return self._round_bytes / rate / others

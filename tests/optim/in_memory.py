@@ -189,7 +189,7 @@ class Tracker(piloted.Tracker):
         super().__init__()
         self._world, self._peer, self._run, self._share, self._last, self._pace = world, peer, run, share, last, pace
 
-    def report(self, progress: float, behind: float = 0.0) -> None:
+    def report(self, progress: float, *, behind: float = 0.0, rests: bool = False) -> None:
         self._pace.delay()
         tip = self._run.swarm.tip
         has_share = progress >= self._share and tip.epoch < self._last

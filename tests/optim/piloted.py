@@ -144,10 +144,12 @@ class Tracker:
         self.error: Exception | None = None
         self.reports: list[tuple[float, float]] = []
         self.began: list[Tip] = []
-        self.restarts = self.pauses = 0
+        self.rests: list[bool] = []  # whether each report said that no other step follows
+        self.restarts = self.pauses = self.waits = 0
 
-    def report(self, progress: float, behind: float = 0.0) -> None:
+    def report(self, progress: float, *, behind: float = 0.0, rests: bool = False) -> None:
         self.reports.append((progress, behind))
+        self.rests.append(rests)
         if self.error is not None:
             raise self.error
 
@@ -160,6 +162,11 @@ class Tracker:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         self.pauses += 1
+        yield
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.waits += 1
         yield
 
     def take_waited(self) -> float:

@@ -244,7 +244,8 @@ def test_it_waits_once_an_epoch_for_the_inner_steps_of_others(at: Piloted) -> No
     for _ in range(3):
         at.pilot.count(FIRST, 0.0, 0.0, has_its_part=True)
     assert at.run.done == [("wait for round", FIRST)]
-    assert at.tracker.pauses == 1, "that is no time of training"
+    assert at.tracker.waits == 1, "that is no time of training, and the report of the epoch has it"
+    assert at.tracker.rests == [False, True, False, False], "nobody relies on a step that it does not make"
     at.pilot.count(SECOND, 0.0, 0.0, has_its_part=True)
     assert at.run.done[-1] == ("wait for round", SECOND)
     at.tracker.ready_to_update_epoch = True
@@ -543,6 +544,7 @@ def test_the_report_of_an_epoch(at: Piloted) -> None:
         waiting_seconds=1.5,
         step_seconds=0.25,
         grad_norm=3.0,
+        own_samples=8.0,
     )
     assert not at.pilot.arrived(SECOND, [PeerID(KEYS[1])], whole=True, lossy=False), "they have made it together"
 

@@ -103,6 +103,7 @@ def test_a_process_that_stands_still_for_ten_seconds_is_waited_for() -> None:
         _, peers, lost = await lined_up(100.0)
         await asyncio.gather(*(peer.round(bound=True) for peer in peers))
         held = peers[1]
+        held.swarm.contacts.was_held(10.0)  # it has compiled before
         handle, waiting = held.node._on_message, []
         held.node.transport.start(lambda *message: waiting.append(message), held.node._on_lost)
 

@@ -375,6 +375,23 @@ def test_a_newcomer_that_has_not_reported_is_to_bring_nothing() -> None:
     assert report(coordinator, 2, 8.0)[0].called
 
 
+def test_a_newcomer_in_the_midst_of_an_epoch_brings_what_it_has_by_then() -> None:
+    coordinator = gathering(1, 2, 3, rules=EACH, veterans=frozenset(keys(1, 2)))
+    report(coordinator, 1, 8.0)
+    count, _ = report(coordinator, 3, 2.0)
+    assert (count.target, count.called) == (18.0, False)
+    assert report(coordinator, 2, 7.0)[0].called is False
+    assert report(coordinator, 3, 6.0)[0].called is False, "the veterans make their parts"
+    assert report(coordinator, 2, 8.0)[0].called
+
+
+def test_newcomers_whose_veterans_are_all_gone_make_whole_parts() -> None:
+    coordinator = gathering(1, 3, rules=EACH, veterans=frozenset(keys(2, 4)))
+    report(coordinator, 1, 2.0)
+    assert report(coordinator, 3, 8.0)[0].called is False
+    assert report(coordinator, 1, 8.0)[0].called
+
+
 def test_the_first_epoch_ends_earlier_where_the_average_is_applied_late() -> None:
     for tip in (Tip.genesis("r"), Tip.genesis("r").after(bytes(32), 1.0)):
         coordinator = Gathering(key(1), at_tip(tip=tip), replace(EACH, ahead=2.0), signer(1))

@@ -34,14 +34,20 @@ def test_each_time_halves_how_long_it_is_waited_for() -> None:
         waits.append(patience.of(key(2), 15.0, 0.0))
         patience.held_up(key(2), 0.0)
         patience.held_up(key(2), 0.0)  # once at a tip counts
-        patience.committed((), key(1), 0.0)
+        patience.new_tip()
     assert waits == [15.0, 7.5, 3.75, SHORTEST_SECONDS, SHORTEST_SECONDS]
     assert patience.of(key(3), 15.0, 0.0) == 15.0
 
 
+def put_out(patience: Patience, member: bytes, coordinator: bytes, now: float, *, led: bool = False) -> None:
+    """A round was committed without that member, which answers."""
+    patience.put_out(member, coordinator, now, led=led)
+    patience.new_tip()
+
+
 def test_who_keeps_up_is_waited_for_again() -> None:
     patience = Patience()
-    patience.committed([key(2)], key(1), 0.0, led=True)
+    put_out(patience, key(2), key(1), 0.0, led=True)
     assert patience.of(key(2), 16.0, 0.0) == 8.0
     assert 8.0 < patience.of(key(2), 16.0, FORGIVEN_SECONDS / 2) < 16.0
     assert patience.of(key(2), 16.0, FORGIVEN_SECONDS) == 16.0
@@ -61,7 +67,7 @@ def test_good_rounds_in_between_do_not_make_up_for_those_that_it_holds_up() -> N
         if not patience.is_over(key(2), now):
             lost += (wait := patience.of(key(2), 10.0, now))
             now += wait
-            patience.committed([key(2)], key(1), now, led=True)
+            put_out(patience, key(2), key(1), now, led=True)
     assert lost < 0.1 * now
     assert not patience.is_over(key(2), now + LONGEST_PAUSE)
 
@@ -69,7 +75,7 @@ def test_good_rounds_in_between_do_not_make_up_for_those_that_it_holds_up() -> N
 def test_a_round_begins_without_who_held_up_too_many_if_the_others_are_enough() -> None:
     patience = Patience()
     for _ in range(3):
-        patience.committed([key(3)], key(1), 0.0, led=True)
+        put_out(patience, key(3), key(1), 0.0, led=True)
     rules = replace(RULES, target_samples=1e9)
     coordinator = gathering(1, 2, 3, rules=rules, veterans=frozenset(keys(1, 2, 3)), patience=patience)
     for number in (1, 2, 3):
@@ -97,7 +103,7 @@ def test_who_held_up_too_many_is_doubted_as_the_next_coordinator_at_once() -> No
     peer = peer_2(replace(RULES, target_samples=30.0))  # this tip is 4's to coordinate
     patience = peer.participant.silence.patience
     for now in (0.0, 1.0):
-        patience.committed([key(4)], key(2), now, led=True)
+        put_out(patience, key(4), key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
     assert [type(send.message) for send in peer.out if isinstance(send, Send)] == [Doubt]
     assert key(4) in peer.participant.at.doubted
@@ -106,7 +112,7 @@ def test_who_held_up_too_many_is_doubted_as_the_next_coordinator_at_once() -> No
 def test_where_no_samples_are_counted_nobody_is_kept_out_or_doubted_for_that() -> None:
     peer = peer_2()
     for now in (0.0, 1.0):
-        peer.participant.silence.patience.committed([key(4)], key(2), now, led=True)
+        put_out(peer.participant.silence.patience, key(4), key(2), now, led=True)
     peer.look(lambda key: 0, 2.0)
     assert not peer.participant.at.doubted
 
@@ -185,11 +191,11 @@ def test_nobody_waits_for_the_state_that_an_auxiliary_peer_names() -> None:
 def test_one_coordinator_alone_has_nobody_kept_out() -> None:
     patience = Patience()
     for epoch in range(10):
-        patience.committed([key(2)], key(9), float(epoch))
+        put_out(patience, key(2), key(9), float(epoch))
     assert patience.of(key(2), 15.0, 10.0) == 15.0
     assert not patience.is_over(key(2), 10.0)
     for now in (10.0, 11.0):
-        patience.committed([key(2)], key(8), now)
+        put_out(patience, key(2), key(8), now)
     assert patience.is_over(key(2), 11.0)
 
 

@@ -62,7 +62,7 @@ def test_a_join_that_followed_an_answer_stays(joins: bool) -> None:
             me.receive(key(2), join, [], 0.0)
 
         channel: Any = Channel(answer, meanwhile if joins else lambda: None)
-        contacts = Contacts(channel, me, SimpleNamespace(), [], lambda: None)  # type: ignore[arg-type]
+        contacts = Contacts(channel, me, SimpleNamespace(), [], 15.0, lambda: None)  # type: ignore[arg-type]
         await contacts.meet_peer(member(2).peer)
         assert me.view.said(key(2)) == (HERE if joins else BEFORE)
         assert (key(2) in getattr(me.gathering, "joins", {})) is joins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import statistics
 from dataclasses import dataclass, field
@@ -90,8 +91,9 @@ def test_without_a_target_nobody_waits() -> None:
 
 @dataclass
 class Model:
-    """Peers in steps of their own, whose epoch ends as `Coordinator` and `RunProgress` have it: the round is called by
-    a report, those that wait and the reporter join at once, the others at the end of their step."""
+    """Peers in steps of their own, whose epoch ends as `Gathering` and `RunProgress` have it: the round is called by a
+    report, those that wait and the reporter join at once, the others at the end of their step. A peer that has its
+    part of the epoch announces no step, and waits for the round."""
 
     batch: float
     seconds: list[float]
@@ -99,7 +101,9 @@ class Model:
     noise: float
     waits: bool
     seed: int
+    part: float = math.inf
     now: float = 0.0
+    slowest: list[float] = field(default_factory=list)  # by epoch: how long the peer computed that took longest
     durations: list[float] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
 
@@ -111,7 +115,9 @@ class Model:
 
     def epoch(self) -> None:
         start, peers = self.now, range(len(self.seconds))
-        pace, numbers = Pace(self.target), itertools.count()
+        pace, numbers = Pace(self.target, part=self.part), itertools.count()
+        rest: set[int] = set()
+        computed = [0.0] * len(self.seconds)
         samples = [0.0] * len(self.seconds)
         joined: set[int] = set()
         events: list[
@@ -133,20 +139,26 @@ class Model:
             self.now, _, peer, took = heapq.heappop(events)
             if took:
                 samples[peer] += self.batch
+                computed[peer] += took
                 self.recent[peer].append(took)
             if called:
                 joined.add(peer)
                 continue
-            wait = pace.reported(bytes([peer]), samples[peer], self.batch, self.expected(peer), self.waits, self.now)
+            rests = samples[peer] >= self.part
+            step, seconds = (0.0, 0.0) if rests else (self.batch, self.expected(peer))
+            wait = pace.reported(bytes([peer]), samples[peer], step, seconds, self.waits, self.now)
             if sum(samples) >= self.target:
                 called = True
-                joined = {other for _, _, other, took in events if not took} | {peer}
+                joined = {other for _, _, other, took in events if not took} | rest | {peer}
                 events = [event for event in events if event[3]]
                 heapq.heapify(events)
+            elif rests:
+                rest.add(peer)
             elif wait:
                 heapq.heappush(events, (self.now + min(wait, self.expected(peer)), next(numbers), peer, 0.0))
             else:
                 go(peer)
+        self.slowest.append(max(computed))
         self.durations.append(self.now - start)
         self.totals.append(sum(samples))
 
@@ -201,6 +213,26 @@ def test_steps_that_vary() -> None:
     assert totals[True] < 1.07
     assert totals[False] > 1.15, "the model shows no overshoot to avoid"
     assert durations[True] < 0.95 * durations[False]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=8), st.floats(0.0, 0.5), st.integers(0, 1 << 20))
+def test_where_each_has_a_part_an_epoch_takes_as_long_as_the_slowest_needs_for_its_own(
+    seconds: list[float], noise: float, seed: int
+) -> None:
+    target = 10.0 * len(seconds)
+    model = run(12, batch=1.0, seconds=seconds, target=target, noise=noise, waits=True, seed=seed, part=10.0)
+    assert model.totals == [target] * 12
+    assert model.durations == pytest.approx(model.slowest)
+
+
+def test_nobody_relies_on_steps_beyond_a_part() -> None:
+    pace = Pace(30.0, part=10.0)
+    begin(pace, A, 0.0, samples=8.0, step=1.0)
+    pace.reported(C, 10.0, 0.0, 0.0, True, 0.0)
+    assert ask(pace, B, 0.0, 7.0, step=1.0, seconds=10.0) == 0.0, "a will bring 2, and 5 are missing"
+    begin(pace, A, 1.0, samples=9.0, step=1.0)
+    assert ask(pace, B, 1.0, 10.0, step=1.0, seconds=10.0) > 0.0, "and now 1, which a will bring"
 
 
 def test_one_peer_never_waits() -> None:

@@ -92,7 +92,7 @@ class Gathering:
         self.reminded = False  # whether members that have not joined were called once more
         self.told_until = -math.inf  # until when BEGIN waits for newcomers, as members know
         self.last_join_at: float | None = None
-        self.pace = Pace(math.inf, self.rules.matchmaking_time, self.history.unreliable)
+        self.pace = Pace(math.inf, self.rules.matchmaking_time, self.history.unreliable, self._part or math.inf)
 
     def expect(self, members: Iterable[Member], now: float) -> list[Send | Ask]:
         """Exactly these members are connected now."""
@@ -171,16 +171,31 @@ class Gathering:
         If the target is given for each member, it is multiplied by the number of members that the round would wait for.
         If no members of the last round are known (in the first epoch, for example), these are all that contribute. Of
         them, members without any samples yet count only up to the number of members with samples: they may be waiting
-        for their data, or may not exist."""
-        counted_on = self._counted_on() if self.rules.target_is_each else 0
-        return self.rules.target(self.at.tip.epoch, counted_on)
+        for their data, or may not exist. A member that has come since the last round brings what it has by then."""
+        part = self._part
+        if part is None:
+            return self.rules.target(self.at.tip.epoch, 0)
+        known = self._counted_on()
+        whole = [key for key in known if key in self.veterans] or known
+        came = (self.counts[key].samples for key in known if key not in whole and key in self.counts)
+        return part * max(1, self._usual_number(whole)) + sum(min(samples, part) for samples in came)
 
-    def _counted_on(self) -> int:
+    @property
+    def _part(self) -> float | None:
+        """The samples of each member at which the round is called, if the target is given for each."""
+        return self.rules.target(self.at.tip.epoch, 1) if self.rules.target_is_each else None
+
+    def _counted_on(self) -> list[bytes]:
         brought = self.history.brought  # a member that brought nothing last time counts only when it reports samples
-        begun = {key for key, count in self.counts.items() if count.samples > 0}
-        count = (key for key in self._contributing() if key in begun or brought.get(key, 1.0) > 0)
-        known = [key for key in count if key not in self.lent and (not self.veterans or self._waits_for(key))]
-        return min(len(known), 2 * len(begun.intersection(known))) if begun else len(known)
+        count = (key for key in self._contributing() if self._has_begun(key) or brought.get(key, 1.0) > 0)
+        return [key for key in count if key not in self.lent and (not self.veterans or self._waits_for(key))]
+
+    def _has_begun(self, key: bytes) -> bool:
+        return key in self.counts and self.counts[key].samples > 0
+
+    def _usual_number(self, known: list[bytes]) -> int:
+        begun = sum(map(self._has_begun, known))
+        return min(len(known), 2 * begun) if begun else len(known)
 
     def _is_due(self, now: float) -> bool:
         """Whether the members have enough samples to call the round."""
@@ -193,7 +208,8 @@ class Gathering:
         if target is None:
             return lambda key: math.inf
         if self.rules.target_is_each:  # a share in the last round was a share among the members of that round
-            target = self.rules.target(self.at.tip.epoch, max(self._counted_on(), len(self.history.last)))
+            counted_on = self._usual_number(self._counted_on())
+            target = self.rules.target(self.at.tip.epoch, max(counted_on, len(self.history.last)))
         of_all = target or 0.0
         return lambda key: self.history.most(key, of_all, now)
 
@@ -356,6 +372,18 @@ class Gathering:
         # Until then some members may not have been found yet.
         all_are_here = all(key in self.joins for key in self.expected)
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
+
+    def overdue(self, now: float) -> list[bytes]:
+        """The members that BEGIN or CALL waits for, except those that are in the midst of a step, as they have
+        announced."""
+        waited_for = self._missing() if self.phase is Until.BEGIN else self._lacking()
+        return [key for key in waited_for if not self.pace.is_in_a_step(key, now)]
+
+    def _lacking(self) -> list[bytes]:
+        """The members that lack their parts of the epoch, once others have theirs and wait."""
+        part = self._part or math.inf
+        have = {key for key, count in self.counts.items() if count.samples >= part}
+        return [key for key in self._counted_on() if key not in have] if have else []
 
     def _missing(self) -> list[bytes]:
         """The members that have not joined and that BEGIN waits for."""

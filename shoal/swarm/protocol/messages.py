@@ -45,7 +45,7 @@ from shoal.swarm.protocol.statements import UNSIGNED, Seal, name_of_statement
 from shoal.swarm.protocol.tip import Amount, Ballot, Digest, Tip, Weight
 from shoal.swarm.protocol.view import MAX_MEMBERS, Member
 
-PROTOCOL = "6"  # a term: peers with different messages are no members to each other, and the log says so
+PROTOCOL = "7"  # a term: peers with different messages are no members to each other, and the log says so
 MAX_CHUNKS = 1 << 14
 MAX_DOUBTS = 2 * MAX_MEMBERS
 MAX_CHUNK_ELEMENTS = 1 << 20
@@ -110,12 +110,18 @@ class Terms(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The sender introduces itself. `members` are all members that it knows, itself included."""
+    """The sender introduces itself.
+
+    Attributes:
+        members: all members that it knows, itself included.
+        held: the longest that its trainer has kept its reactor from running lately, in seconds.
+    """
 
     sender: Member
     terms: Terms
     tip: Tip
     members: Members
+    held: Seconds = 0.0
 
 
 class Presence(IntEnum):

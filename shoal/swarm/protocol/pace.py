@@ -13,6 +13,9 @@ told to wait if the others will have the missing samples without it:
 In both cases its own step could not make the epoch end earlier. A member that waits has begun no step, so of the
 members whose steps are needed one always goes on. The coordinator decides, one question at a time: peers that decided
 for themselves would all wait for each other, or all go on.
+
+Where each member makes a part of the epoch (inner steps), nobody relies on steps beyond a member's part: a member that
+has its part waits for the round, and announces no step.
 """
 
 from __future__ import annotations
@@ -40,9 +43,10 @@ class Step:
     samples: float
     seconds: float
 
-    def landings(self, now: float, horizon: float) -> Iterator[tuple[float, float, float]]:
-        """Predict this step and the member's further steps until `horizon`. Yields for each when its samples arrive,
-        how many they are, and until when others may rely on them. Yields nothing if the step is long overdue."""
+    def landings(self, now: float, horizon: float, left: float) -> Iterator[tuple[float, float, float]]:
+        """Predict this step and the member's further steps until `horizon`, as long as `left` samples are missing to
+        its part. Yields for each when its samples arrive, how many they are, and until when others may rely on them.
+        Yields nothing if the step is long overdue."""
         due = self.begun + self.seconds
         if now >= due + LATE * self.seconds:
             return
@@ -50,7 +54,7 @@ class Step:
         yield first, self.samples, due + LATE * self.seconds
         for number in range(1, MAX_STEPS_AHEAD):
             end = first + number * self.seconds
-            if end > horizon:
+            if end > horizon or number * self.samples >= left:
                 return
             yield end, self.samples, end + LATE * self.seconds
 
@@ -64,10 +68,17 @@ class Pace:
             wait for it either.
         unreliable: members whose last step, in this epoch or before, did not arrive as announced. They are not relied
             on until one does.
+        part: the samples that each member makes in an epoch; infinity if each makes as many as it can.
     """
 
-    def __init__(self, target: float, patience: float = math.inf, unreliable: dict[bytes, None] | None = None) -> None:
-        self._target, self._patience = target, patience
+    def __init__(
+        self,
+        target: float,
+        patience: float = math.inf,
+        unreliable: dict[bytes, None] | None = None,
+        part: float = math.inf,
+    ) -> None:
+        self._target, self._patience, self._part = target, patience, part
         self._unreliable = {} if unreliable is None else unreliable
         self._samples: dict[bytes, float] = {}
         self._steps: dict[bytes, Step] = {}
@@ -110,6 +121,11 @@ class Pace:
         self._samples.pop(key, None)
         self._steps.pop(key, None)
 
+    def is_in_a_step(self, key: bytes, now: float) -> bool:
+        """Whether that member has announced a step that is not overdue."""
+        step = self._steps.get(key)
+        return step is not None and now < step.begun + step.seconds
+
     def under_way(self, but: bytes) -> float:
         """The samples of all steps that have begun and were not reported yet, except those of the member `but`."""
         return sum(step.samples for key, step in self._steps.items() if key != but and key not in self._unreliable)
@@ -122,9 +138,10 @@ class Pace:
         for key, step in self._steps.items():
             if now >= step.begun + (1.0 + LATE) * step.seconds:
                 self._unreliable[key] = None
-        relied_on = [step for key, step in self._steps.items() if key not in self._unreliable]
-        near = [step for step in relied_on if step.begun + step.seconds <= now + self._patience]
-        landings = (landing for step in near for landing in step.landings(now, now + seconds))
+        relied_on = [(key, step) for key, step in self._steps.items() if key not in self._unreliable]
+        near = [(key, step) for key, step in relied_on if step.begun + step.seconds <= now + self._patience]
+        left = {key: self._part - self._samples[key] for key, _ in near}
+        landings = (landing for key, step in near for landing in step.landings(now, now + seconds, left[key]))
         for _end, samples, counted_on in sorted(landings):
             if missing <= 0:
                 break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 SHORTEST_SECONDS = 2.0
 FORGIVEN_SECONDS = 100.0  # in this time, one time that a member has held up a round is forgotten
@@ -53,27 +52,25 @@ class Patience:
             if len(self._times) > MAX_KEPT:
                 del self._times[next(iter(self._times))]
 
-    def committed(self, out: Collection[bytes], coordinator: bytes, now: float, *, led: bool = False) -> None:
-        """A round was committed.
+    def put_out(self, key: bytes, coordinator: bytes, now: float, *, led: bool = False) -> None:
+        """A round was committed without a member that was put out of it, although it answers.
 
-        A member that was put out has held up the round if at least two coordinators put it out lately, or this peer
-        did. A single other coordinator may lie.
+        It has held up the round if at least two coordinators put it out lately, or this peer did. A single other
+        coordinator may lie.
 
         Args:
-            out: the members that were put out of the round.
-            coordinator: the peer that committed it.
+            key: the member.
+            coordinator: the peer that committed the round.
             now: the time.
             led: whether this peer was the coordinator.
         """
-        for key in out:
-            said = self._put_out.pop(key, {})
-            said = {other: at for other, at in said.items() if now - at < FORGIVEN_SECONDS and other != coordinator}
-            if led or said:
-                self.held_up(key, now)
-            self._put_out[key] = {**said, coordinator: now}
-            if len(self._put_out) > MAX_KEPT:
-                del self._put_out[next(iter(self._put_out))]
-        self.new_tip()
+        said = self._put_out.pop(key, {})
+        said = {other: at for other, at in said.items() if now - at < FORGIVEN_SECONDS and other != coordinator}
+        if led or said:
+            self.held_up(key, now)
+        self._put_out[key] = {**said, coordinator: now}
+        if len(self._put_out) > MAX_KEPT:
+            del self._put_out[next(iter(self._put_out))]
 
     def new_tip(self) -> None:
         """From now on, complaints are about the round of another tip."""

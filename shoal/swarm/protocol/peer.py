@@ -23,6 +23,7 @@ from shoal.swarm.protocol.gathering import Gathering, Until
 from shoal.swarm.protocol.history import History
 from shoal.swarm.protocol.leading import NOTICE_SECONDS, Leading, Phase
 from shoal.swarm.protocol.participant import MemberState, Participant
+from shoal.swarm.protocol.promptness import EPOCHS
 from shoal.swarm.protocol.redo import RedoLog
 from shoal.swarm.protocol.rules import Rules
 from shoal.swarm.protocol.silence import Silence
@@ -89,7 +90,10 @@ class Peer:
         self._history = History(rules.wait_for_newcomers)
         self.newcomers = self._history.newcomers
         self.doubts = Doubts(self.participant, rules, self._history)
-        self._asked = 0  # how many members of a round were pinged, in turn
+        self._held = (0.0, 0)  # for how long this peer's trainer has kept its reactor from running, and in which epoch
+        # Members without which the last round was committed, until they are heard again, and whether they were put out
+        # of it. If they were silent, they are lost soon, and have not held up the round.
+        self._unheard: dict[bytes, bool] = {}
         # Signers of void COMMITs: until when their COMMITs are not believed, and for how long that was.
         self._void: dict[bytes, tuple[float, float]] = {}
         self.gathering: Gathering | None = None
@@ -122,7 +126,9 @@ class Peer:
 
     def hello(self) -> msg.Hello:
         """A HELLO about this peer and the members that it knows."""
-        return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
+        seconds, epoch = self._held
+        held = seconds if self.tip.epoch - epoch < EPOCHS else 0.0
+        return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot(), held)
 
     def _send(self, to: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[bytes] = ()) -> None:
         self.out.append(Send(tuple(to), message, buffers))
@@ -431,7 +437,8 @@ class Peer:
             led, patience = commit.coordinator == self._me, self.participant.silence.patience
             for key in [key for key, alone in self.participant.at.postponed.items() if alone and led]:
                 patience.held_up(key, now)  # it said that it was in another round, so this one waited in vain
-            patience.committed(out, commit.coordinator, now, led=led)
+            patience.new_tip()
+            self._unheard = {m.key: m.key in out for m in self.view.connected() if m.key not in stayed}
         self.doubts.committed(commit.coordinator, led=self.lead is not None)
         until, seconds = self._void.get(commit.coordinator, (0.0, 0.0))
         if until + seconds <= now:  # a liar may behave well for a while
@@ -682,6 +689,7 @@ class Peer:
         if known:
             self.redo.want(now)  # it may come back
         self._joining.pop(key, None)
+        self._unheard.pop(key, None)
         participant.at.shown.pop(key, None)
         self.newcomers.gone(key)
         for commit in participant.at.commits if known else ():
@@ -769,6 +777,15 @@ class Peer:
         self.doubts.answered(key, joined=joined is not None, now=now)
         if joined is not None and joined.tip == self.tip and self.participant.begin is None:
             self.newcomers.told(joined.seconds, now)
+
+    def was_held(self, seconds: float) -> bool:
+        """This peer's trainer has kept its reactor from running for so long. Returns whether that is news to others: it
+        is much longer than before, or longer ago than half of the time for which they remember it."""
+        before, epoch = self._held
+        is_news = seconds > 1.5 * before or (seconds >= before and self.tip.epoch - epoch >= EPOCHS // 2)
+        if is_news:
+            self._held = seconds, self.tip.epoch
+        return is_news
 
     def stood_still(self, now: float) -> None:
         """See `Doubts.stood_still`."""
@@ -883,12 +900,14 @@ class Peer:
         """The peers that this peer waits for in a round, or until one begins."""
         lead, gathering, participant = self._runs, self.gathering, self.participant
         if lead is not None:
-            return lead.live()
-        if gathering is not None and gathering.phase is Until.BEGIN:
-            return list(gathering.expected)
+            return [*lead.live(), *self._unheard]
+        if gathering is not None and (gathering.phase is Until.BEGIN or participant.begin is None):
+            return [*gathering.overdue(now), *self._unheard]
         if participant.begin is not None:
             return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
-        return [participant.joined] if participant.state is MemberState.JOINED else []
+        if self.doubts.has_its_part():
+            return [participant.coordinator().key, *self._unheard]
+        return [*([participant.joined] if participant.state is MemberState.JOINED else ()), *self._unheard]
 
     def _next_in_turn(self, now: float) -> list[bytes]:
         """A few members of the round, to be asked whether it makes progress there, if it makes none here."""
@@ -896,9 +915,8 @@ class Peer:
         if begin is None or now - self.participant.stands_since < 1.0:
             return []
         keys = [key for key in begin.keys if key != self._me and self.view.reaches(key)]
-        turn = [keys[(self._asked + number) % len(keys)] for number in range(min(ASKED_AT_A_TIME, len(keys)))]
-        self._asked += len(turn)
-        return turn
+        first = int(now) * ASKED_AT_A_TIME
+        return [keys[(first + number) % len(keys)] for number in range(min(ASKED_AT_A_TIME, len(keys)))]
 
     def ping(self) -> msg.Ping:
         """The PING for a peer that this peer waits for."""
@@ -916,6 +934,9 @@ class Peer:
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""
+        if self._unheard.pop(key, False) and (commit := self.participant.at.commit) is not None:
+            led = commit.coordinator == self._me
+            self.participant.silence.patience.put_out(key, commit.coordinator, now, led=led)
         self.participant.on_pong(key, ping, pong, now)
         if (lead := self._runs) is not None:
             lead.saw(key, pong.signs, now)
