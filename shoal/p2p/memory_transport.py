@@ -23,19 +23,6 @@ class _Connection:
 
     moved: int = 0  # bytes of large messages that arrived
     flows: dict[PeerID, _Flow] = field(default_factory=dict)  # one for each end
-    under_way: list[_Large] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class _Large:
-    """A large message under way, in seconds of the loop."""
-
-    size: int
-    since: float
-    until: float
-
-    def moved(self, now: float) -> int:
-        return int(self.size * min(1.0, (now - self.since) / (self.until - self.since or 1.0)))
 
 
 @dataclass(slots=True)
@@ -165,8 +152,7 @@ class MemoryTransport(Transport):
         return peer in self._connections
 
     def moved(self, peer: PeerID) -> int:
-        connection, now = self._connections.get(peer), asyncio.get_running_loop().time()
-        return 0 if connection is None else connection.moved + sum(large.moved(now) for large in connection.under_way)
+        return self._connections[peer].moved if peer in self._connections else 0
 
     def delivered(self, peer: PeerID) -> tuple[int, float]:
         connection = self._connections.get(peer)
@@ -206,8 +192,6 @@ class MemoryTransport(Transport):
                 arrive()
 
         def arrive() -> None:
-            if large is not None:
-                connection.under_way.remove(large)
             other, cut = network.transports.get(peer), (self.peer_id, peer) in network._cut
             if other is not None and not cut and other._connections.get(self.peer_id) is connection:
                 event(other)
@@ -216,9 +200,6 @@ class MemoryTransport(Transport):
         self._last_arrival[peer] = when
         flow = connection.flows.setdefault(self.peer_id, _Flow())
         flow.sent(size, loop.time(), when)
-        large = _Large(size, loop.time(), when) if size >= LARGE_BYTES else None
-        if large is not None:
-            connection.under_way.append(large)
         loop.call_at(when, come, context=Context())  # the context of neither peer applies to a message under way
 
     def _end(self, peer: PeerID, reason: str) -> None:
