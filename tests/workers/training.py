@@ -3,7 +3,6 @@ the process."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import logging
@@ -102,6 +101,13 @@ class Nudges:
             for parameter in group["params"]:
                 tensor = parameter if self.what == "parameters" else optimizer.state[parameter][self.what]
                 tensor.data.mul_(1.0001)
+
+
+def keep_the_gil(seconds: float) -> None:
+    """Compute for about so long in one call that does not let go of the GIL, as a compiler may."""
+    began = time.perf_counter()
+    sum(range(10_000_000))
+    sum(range(round(10_000_000 * seconds / (time.perf_counter() - began))))
 
 
 class Training:
@@ -267,7 +273,7 @@ class Training:
                 next(self._model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
             time.sleep(pause)
             if self._hold_seconds:
-                ctypes.PyDLL(None).usleep(round(1e6 * self._hold_seconds))  # which keeps the GIL, as a compiler may
+                keep_the_gil(self._hold_seconds)
                 self._hold_seconds = 0.0
             if self._dies and self._coordinates():
                 die()
