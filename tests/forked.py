@@ -28,7 +28,14 @@ SETTLE_SECONDS = protocol_peer.SETTLE_SECONDS  # as users have it: imported befo
 CONTEXT = multiprocessing.get_context("forkserver")
 # The first also because an optimizer imports it in its first step. None of them starts a thread.
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.optim", "shoal", "shoal.sharding"]
+    [
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.optim",
+        "shoal",
+        "shoal.sharding.grad_scaler",
+        "shoal.sharding.overlap",
+    ]
 )
 
 

@@ -1,7 +1,8 @@
 """One trainer that makes an Optimizer and says what that took.
 
 Argument: `shoal`, `hivemind`, or `torch` for a plain torch optimizer, which each of the others makes too. It answers
-when torch is imported, again when the optimizer is made, and then waits until its input ends.
+when torch is imported, again when the optimizer is made, with the CPU seconds of the parts of Shoal's start, and then
+waits until its input ends.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 
@@ -27,17 +29,27 @@ def main(side: str) -> None:
     print(json.dumps({"result": None}), file=answers, flush=True)
     sys.stdin.readline()
     started = time.monotonic()
+    parts: dict[str, float] = {}
     stop: list[Callable[[], object]] = []
     match side:
         case "torch":
             sgd(model.parameters())
         case "shoal":
+            cpu = [time.process_time()]
             import shoal
 
+            _ = shoal.DHT, shoal.Optimizer  # names are imported when they are first used
+            cpu.append(time.process_time())
+            sgd(model.parameters())
+            cpu.append(time.process_time())
             dht = shoal.DHT(start=True)
+            cpu.append(time.process_time())
             optimizer = shoal.Optimizer(
                 dht=dht, run_id="start", target_batch_size=32, params=model.parameters(), optimizer=sgd
             )
+            cpu.append(time.process_time())
+            spent = [after - before for before, after in pairwise(cpu)]
+            parts = {"import": spent[0], "DHT": spent[2], "Optimizer": spent[3]}
             stop = [optimizer.shutdown, dht.shutdown]
         case "hivemind":
             import hivemind
@@ -49,7 +61,8 @@ def main(side: str) -> None:
             stop = [optimizer.shutdown, dht.shutdown]
         case other:
             raise ValueError(f"no library is named {other!r}")
-    print(json.dumps({"result": time.monotonic() - started}), file=answers, flush=True)
+    result = {"seconds": time.monotonic() - started, "cpu": parts}
+    print(json.dumps({"result": result}), file=answers, flush=True)
     sys.stdin.read()
     for shutdown in stop:
         shutdown()

@@ -9,8 +9,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
+from shoal.cluster.dtensors import is_dtensor
 from shoal.flat import bytes_of
 
 
@@ -94,7 +94,7 @@ class Shards:
         """The hash of the gradients of unsharded parameters, which must be equal at all ranks."""
         hasher = blake3()
         for parameter in self.model:
-            if not isinstance(parameter, DTensor) and parameter.grad is not None:
+            if not is_dtensor(parameter) and parameter.grad is not None:
                 gradient = parameter.grad.detach()
                 gradient = gradient.to_dense() if gradient.is_sparse else gradient
                 hasher.update(bytes_of(gradient.to("cpu").contiguous()))

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.cluster.cluster import Cluster
+from shoal.cluster.dtensors import is_dtensor
 from shoal.cluster.exchange import ParameterExchange, Stretch
 from shoal.cluster.shards import Shards
 from shoal.cluster.spans import Route, route_of, shard_of, strand_of
@@ -131,7 +131,7 @@ class Strands(Shards):
                         piece.grad = None
                     continue
                 gradient = _dense(parameter.grad)
-                if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                if is_dtensor(parameter) and is_dtensor(gradient):
                     gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
                 spans = self._spans[number]
                 route = self._route(self._held[number], self._owned[number])
@@ -274,8 +274,10 @@ def _places(parameter: Tensor, ranks: Sequence[int], name: str, number: int) -> 
     Raises:
         ValueError: if the parameter is placed in another way.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return None
+    from torch.distributed.tensor import Replicate, Shard  # see `is_dtensor`
+
     mesh = parameter.device_mesh.mesh
     shards = [(dim, placed) for dim, placed in enumerate(parameter.placements) if not isinstance(placed, Replicate)]
     is_usual = len(shards) <= 1 and all(type(placed) is Shard and placed.dim == 0 for _, placed in shards)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
 
+from shoal.cluster.dtensors import is_dtensor
 from shoal.cluster.shards import Shards
 from shoal.flat import Listed
 
@@ -42,13 +42,13 @@ class Whole(Shards):
         self.of = dict(zip(map(id, self._whole), self.model, strict=True))
         self.params = listed.like_given(self._whole)
         pairs = zip(self.model, self._whole, strict=True)
-        self._sharded = [(parameter, whole) for parameter, whole in pairs if isinstance(parameter, DTensor)]
+        self._sharded = [(parameter, whole) for parameter, whole in pairs if is_dtensor(parameter)]
         self._alike, self._apart = [p for p, _ in self._sharded], [whole for _, whole in self._sharded]
         self.gathers_alone = not self._sharded
 
     @torch.no_grad()
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             return parameter
         found = parameter.full_tensor().detach()
         kept = found.clone() if self._is_first else torch.empty_like(found, device="meta")
@@ -76,7 +76,7 @@ class Whole(Shards):
     def _spread(self) -> None:
         """See `Shards`."""
         for parameter, whole in zip(self.model, self._whole, strict=True):
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 made = cut(self.group, whole.detach() if self._is_first else None, whole.dtype, parameter)
                 parameter.to_local().copy_(local(made))
             else:
@@ -124,12 +124,12 @@ class Placed:
 
 def full(tensor: Tensor) -> Tensor:
     """The tensor in one piece; a collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of the tensor, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def cut(group: dist.ProcessGroup | None, whole: object, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -145,8 +145,10 @@ def cut(group: dist.ProcessGroup | None, whole: object, dtype: torch.dtype, like
     copy = source.to(like.device).contiguous()
     if group is not None:
         dist.broadcast(copy, dist.get_global_rank(group, 0), group=group)
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return copy
+    from torch.distributed.tensor import DTensor, Replicate  # see `is_dtensor`
+
     mesh, placements = like.device_mesh, like.placements
     # Each rank cuts its shard out of the whole. `distribute_tensor` would take the whole from the mesh's own rank 0,
     # which may be another rank.
