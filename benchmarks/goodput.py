@@ -146,43 +146,59 @@ def of_runs(runs: Sequence[Run], field: str) -> list[float | None]:
     return [getattr(one.goodput, field) if one.goodput else None for one in runs]
 
 
-HEAD = ["faults: who", "of ideal", "least - most", "of its own without faults, of those that ran"]
-HEAD += [f"lost: {reason}" for reason in LOST]
-HEAD += [
-    "longest pause s",
-    "median pause s",
-    "newcomer s",
-    "in of started",
-    "unlike",
-    "loss, of without",
-    "whole after s",
-]
-HEAD += ["ended", "failed"]
+def kept_table(runs: Runs) -> str:
+    """What became of the samples."""
+    head = ["faults: who", "of ideal", "least - most", "of its own, of those that ran", *(f"% {each}" for each in LOST)]
+    rows = []
+    for cell, mine in runs.items():
+        good = [one.goodput for one in mine if one.goodput]
+        ideal = [goodput.of_ideal for goodput in good]
+        rows.append(
+            [
+                f"{cell.fault}: {SIDES[cell.side]}",
+                number(median(ideal)),
+                f"{min(ideal):.2f} - {max(ideal):.2f}" if ideal else "-",
+                number(median(kept(runs, cell))),
+                *(number(median(100 * goodput.lost[reason] for goodput in good), 1) for reason in LOST),
+            ]
+        )
+    return report.table(head, rows)
 
 
-def row(runs: Runs, cell: Cell) -> list[str]:
-    """A row of the table of a mode."""
-    mine = runs[cell]
-    good = [one.goodput for one in mine if one.goodput]
-    ideal = [goodput.of_ideal for goodput in good]
-    newcomers = [seconds for goodput in good for seconds in goodput.newcomers]
-    started = sum(goodput.started for goodput in good)
-    return [
-        f"{cell.fault}: {SIDES[cell.side]}",
-        number(median(ideal)),
-        f"{min(ideal):.2f} - {max(ideal):.2f}" if ideal else "-",
-        number(median(kept(runs, cell))),
-        *(number(median(goodput.lost[reason] for goodput in good), 3) for reason in LOST),
-        number(median(of_runs(mine, "longest")), 1),
-        number(median(of_runs(mine, "median")), 2),
-        number(median(newcomers), 1),
-        f"{len(newcomers)} of {started}" if started else "-",
-        f"{sum(goodput.unlike for goodput in good)} of {sum(goodput.steps for goodput in good)}",
-        number(median(losses(runs, cell)), 3),
-        number(median(one.whole for one in mine), 1),
-        str(sum(one.ended for one in mine)),
-        f"{len(mine) - len(good)} of {len(mine)}",
+def run_table(runs: Runs) -> str:
+    """How the training went on."""
+    head = [
+        "faults: who",
+        "longest pause s",
+        "median s",
+        "newcomer s",
+        "counted",
+        "unlike",
+        "forked",
+        "loss",
+        "start s",
     ]
+    rows = []
+    for cell, mine in runs.items():
+        good = [one.goodput for one in mine if one.goodput]
+        newcomers = [seconds for goodput in good for seconds in goodput.newcomers]
+        started, steps = sum(goodput.started for goodput in good), sum(goodput.steps for goodput in good)
+        rows.append(
+            [
+                f"{cell.fault}: {SIDES[cell.side]}",
+                number(median(of_runs(mine, "longest")), 1),
+                number(median(of_runs(mine, "median")), 2),
+                number(median(newcomers), 1),
+                f"{len(newcomers)} of {started}" if started else "-",
+                f"{sum(goodput.unlike for goodput in good)} of {steps}",
+                f"{sum(goodput.forked for goodput in good)} of {steps}",
+                number(median(losses(runs, cell)), 3),
+                number(median(one.whole for one in mine), 1),
+                str(sum(one.ended for one in mine)),
+                f"{len(mine) - len(good)} of {len(mine)}",
+            ]
+        )
+    return report.table([*head, "ended", "failed"], rows)
 
 
 def figures(runs: Runs, plan: Plan, *, is_long: bool) -> list[Figure]:
@@ -221,27 +237,30 @@ def note(plan: Plan, why_not_cut: str) -> str:
     each = f"{plan.every:g} s" if plan.every else ", ".join(f"{name} {seconds} s" for name, seconds in every.items())
     return f"""\
 {plan.replicas} replicas, {where}, for {plan.seconds:g} s after the first step of all. A step has {BATCH} samples and
-takes {STEP_SECONDS} s, of which the compute is a part: as if another device made it; an epoch has {STEPS} steps of each
-replica. The model has three layers of {WIDTH}, stepped by AdamW. A fault each: {each} (*all*: kinds are drawn); *slow*
-takes four times as long, *slow* and *cut* last 10 s. *Of ideal*: samples in committed steps, of what the replicas would
-compute without faults or overhead. *Of those that ran*: a replica that is stopped or cut off counts as absent, a slow
-one as a quarter of one, and one that is killed as present: its successor is forked at once, from a process in which the
-library is imported. *Lost*: samples that were computed and are in no step, of the ideal; *killed*: with their replica;
-*left out*: it was not in the round; *late*: it had to fetch a newer state; *epoch repeated*: the round had no result.
-*Pause*: between two committed steps. *Newcomer*: from a successor's fork to the first step with samples of its own.
-*Unlike*: committed steps after which replicas held different parameters (SHA-256). *Loss*: that of training, of the run
-without faults after as many samples. *Ended*: replicas that ended by themselves, and were started anew. Medians of the
-runs. torchft's time-outs are tuned in its favour: heartbeat {HEARTBEAT} ms, join {JOIN} ms, {LIMIT:g} s for collectives
-and the manager (its defaults: 5000, 60000, 60). Shoal has its defaults."""
+takes {STEP_SECONDS} s, of which the compute is a part: as if another device made it; an epoch has {STEPS} steps of
+each replica. The model has three layers of {WIDTH}, stepped by AdamW. A fault each: {each} (*all*: kinds are drawn);
+*slow* takes four times as long, *slow* and *cut* last 10 s. *Of ideal*: samples in committed steps, of what the
+replicas would compute without faults or overhead. *Of its own, of those that ran*: the same, of a run without faults
+times the share of the replicas that ran. A replica that is stopped or cut off counts as absent, a slow one as a
+quarter of one, and one that is killed as present: its successor is forked at once, from a process that has imported
+the library. *%*: samples that were computed and are in no step, of the ideal: *killed* with their replica; *left out*
+of a round, or in a step that a replica made on its own; *late*: its replica had to fetch a newer state; *epoch
+repeated*: the round had no result. *Pause*: between two committed steps. *Newcomer*: from a successor's fork to the
+first step with samples of its own, and of how many it *counted*. *Unlike*: steps after which their members held
+different parameters (SHA-256). *Forked*: steps beside which a replica made others on its own. *Loss*: of training, of
+that without faults after as many samples. *Start*: from the first fork to the first step of all. *Ended*: replicas
+that ended by themselves, and were started anew. Figures are medians of the runs. torchft's time-outs are tuned in its
+favour: heartbeat {HEARTBEAT} ms, join {JOIN} ms, {LIMIT:g} s for collectives and the manager (its defaults: 5000,
+60000, 60). Shoal has its defaults."""
 
 
 def text_of(runs: Runs, facts: dict[str, Any], plan: Plan, why_not_cut: str) -> str:
     """The report."""
     parts = [f"# What {plan.replicas} replicas keep of their work while faults happen", report.describe(facts)]
     for mode in MODES:
-        rows = [row(runs, cell) for cell in runs if cell.mode == mode]
-        if rows:
-            parts += [f"## {mode}", report.table(HEAD, rows)]
+        of_mode = {cell: mine for cell, mine in runs.items() if cell.mode == mode}
+        if of_mode:
+            parts += [f"## {mode}", kept_table(of_mode), run_table(of_mode)]
     return "\n\n".join([*parts, note(plan, why_not_cut)])
 
 

@@ -101,7 +101,8 @@ class Goodput:
         newcomers: for each replica that was started in the run, seconds from its fork to the first step with samples of
             its own; of those that have made one.
         started: how many were started in the run.
-        unlike: committed steps after which replicas held unlike parameters.
+        unlike: committed steps after which their members held unlike parameters.
+        forked: committed steps beside which others were made, by replicas that are on their own.
         steps: committed steps.
         curve: for each committed step since the start, samples so far and the mean loss.
     """
@@ -113,6 +114,7 @@ class Goodput:
     newcomers: list[float]
     started: int
     unlike: int
+    forked: int
     steps: int
     curve: list[tuple[float, float]] = field(repr=False)
 
@@ -138,6 +140,7 @@ def measure(lines: Iterable[Line], lives: Iterable[Life], began: float, seconds:
         elif line["event"] == "lost" and began <= line["time"] < ended:
             lost[line["reason"]] += line["samples"]
     kept = [step for step in committed(steps) if began <= step.time < ended]
+    lost["left out"] += sum(step.beside for step in kept)
     times = [began, *(step.time for step in kept), ended]
     gaps = [after - before for before, after in pairwise(times)]
     started = [life for life in lives if began <= life.forked < ended]
@@ -150,6 +153,7 @@ def measure(lines: Iterable[Line], lives: Iterable[Life], began: float, seconds:
         newcomers=[wait for wait in waits if wait < float("inf")],
         started=len(started),
         unlike=sum(step.is_unlike for step in kept),
+        forked=sum(step.beside > 0 for step in kept),
         steps=len(kept),
         curve=curve(committed(steps)),
     )
@@ -157,17 +161,26 @@ def measure(lines: Iterable[Line], lives: Iterable[Life], began: float, seconds:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step that replicas have made together."""
+    """A step that replicas have made together.
 
-    time: float  # of the first that had made it
+    Attributes:
+        time: when the first of them had made it.
+        samples: of all of them.
+        loss: the mean of theirs.
+        is_unlike: whether they held unlike parameters after it.
+        beside: the samples of steps that others have made in its place.
+    """
+
+    time: float
     samples: float
     loss: float
     is_unlike: bool
+    beside: float
 
 
 def committed(steps: Iterable[Line]) -> list[Committed]:
     """The steps of the run, in order. A step has the samples that its members say are in it. Where the run has forked,
-    that side's step counts that has more samples; and the parameters are unlike."""
+    the step with more samples counts."""
     epochs: dict[int, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in steps:
         epochs[line["epoch"]][line["tip"]].append(line)
@@ -176,8 +189,9 @@ def committed(steps: Iterable[Line]) -> list[Committed]:
         members = max(sides.values(), key=own_samples)
         if samples := own_samples(members):
             loss = sum(line["own"] * line["loss"] for line in members if line["own"]) / samples
-            digests = {line["digest"] for side in sides.values() for line in side}
-            found.append(Committed(min(line["time"] for line in members), samples, loss, len(digests) > 1))
+            beside = sum(map(own_samples, sides.values())) - samples
+            is_unlike = len({line["digest"] for line in members}) > 1
+            found.append(Committed(min(line["time"] for line in members), samples, loss, is_unlike, beside))
     return sorted(found, key=lambda step: step.time)
 
 
@@ -195,17 +209,14 @@ def curve(steps: Iterable[Committed]) -> list[tuple[float, float]]:
     return points
 
 
-def loss_at(points: Sequence[tuple[float, float]], samples: float) -> float:
-    """The mean loss over the last tenth of the steps up to so many samples."""
-    losses = [loss for total, loss in points if total <= samples]
-    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+def loss_at(points: Iterable[tuple[float, float]], samples: float) -> float | None:
+    """The mean loss of the steps in the last quarter of so many samples; None if there is none."""
+    losses = [loss for total, loss in points if 0.75 * samples < total <= samples]
+    return statistics.fmean(losses) if losses else None
 
 
 def loss_beside(points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float | None:
-    """The loss of one run, of another's after as many samples: as many as both have. None if one has none."""
-    if not points or not others:
-        return None
-    samples = min(points[-1][0], others[-1][0])
-    if samples < max(points[0][0], others[0][0]):
-        return None
-    return loss_at(points, samples) / loss_at(others, samples)
+    """The loss of one run, of another's after as many samples: as many as both have. None if they have too few."""
+    samples = min(points[-1][0], others[-1][0]) if points and others else 0.0
+    mine, theirs = loss_at(points, samples), loss_at(others, samples)
+    return mine / theirs if mine is not None and theirs else None

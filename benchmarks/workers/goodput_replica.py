@@ -18,8 +18,8 @@ from torch import nn
 from benchmarks.workers.link import bytes_of
 
 BATCH, STEPS = 16, 10  # samples of a step; steps of a replica in an epoch
-INPUTS, TEACHER = 64, 128
-RATE = 1e-3
+INPUTS, HIDDEN = 64, 32
+RATE = 1e-4
 
 
 class Replica:
@@ -44,7 +44,7 @@ class Replica:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = network(given["width"])
-        self._teacher = network(TEACHER).requires_grad_(False)
+        self._teacher = teacher()
         torch.manual_seed(random.Random(life).getrandbits(62))
         self._losses: list[float] = []
 
@@ -104,6 +104,16 @@ class Replica:
 
 
 def network(width: int) -> nn.Module:
-    """The model, and its teacher."""
+    """The model."""
     layers = (nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
     return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def teacher() -> nn.Module:
+    """What the model learns: a function with mean 0 and variance 1, so that the loss begins at about 1."""
+    last = nn.Linear(HIDDEN, 1)
+    found = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), last).requires_grad_(False)
+    last.weight.div_(found(torch.randn(4096, INPUTS)).std())
+    last.bias.sub_(found(torch.randn(4096, INPUTS)).mean())
+    return found
