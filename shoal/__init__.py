@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shoal.optim.reports import ForkReport as ForkReport
     from shoal.optim.reports import ReachabilityReport as ReachabilityReport
     from shoal.optim.state_averager import TrainingStateAverager as TrainingStateAverager
+    from shoal.optim.trace import Trace as Trace
     from shoal.optim.tree import travels as travels
     from shoal.p2p.identity import PeerID as PeerID
     from shoal.p2p.multiaddr import Multiaddr as Multiaddr
@@ -79,6 +80,7 @@ _HOMES = {
     "RoundReport": "shoal.averaging.control",
     "StepControl": "shoal.averaging.control",
     "Together": "shoal.flat.together",
+    "Trace": "shoal.optim.trace",
     "TrainingStateAverager": "shoal.optim.state_averager",
     "ValueWithExpiration": "shoal.dht.records",
     "ZeroRedundancyOptimizer": "shoal.sharding.zero",

@@ -27,7 +27,7 @@ Train with the PyTorch optimizer that you already use on whatever machines you h
 **Two machines:** `shoal node` on one of them prints an address; give it to the training script on each
 (`shoal.DHT(initial_peers=[address])`). If they do not meet, `shoal doctor ADDRESS` says what is in the way.
 
-**A run:** `shoal top` and `shoal monitor` show how it is.
+**A run:** `shoal top` and `shoal monitor` show how it is. `shoal plot` draws how it was.
 """
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP, rich_markup_mode="markdown")
@@ -132,6 +132,30 @@ def monitor_command(
         typer.echo(f"shoal monitor needs {error.name}: pip install 'shoal[monitor]'", err=True)
         raise typer.Exit(1) from error
     raise typer.Exit(run_monitor(Watched(run_id, initial_peers, identity, membership), port, history, Console()))
+
+
+@app.command("plot")
+def plot_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE", help="The traces of the replicas, see `shoal.Trace`.", exists=True, dir_okay=False
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The picture: a .svg or .png file.", dir_okay=False)] = Path("trace.svg"),
+) -> None:
+    """Draw what each replica of a run did over time, and what became of its samples, from traces."""
+    if out.suffix not in (".svg", ".png"):
+        raise typer.BadParameter(f"{out} is neither .svg nor .png", param_hint="--out")
+    try:
+        from shoal.cli.plot.command import run_plot
+    except ModuleNotFoundError as error:
+        typer.echo(f"shoal plot needs {error.name}: pip install 'shoal[demo]'", err=True)
+        raise typer.Exit(1) from error
+    try:
+        run_plot(files, out, Console(markup=False, highlight=False))
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @app.command("doctor")

@@ -30,7 +30,7 @@ from shoal.flat.kernels import pick_kernels
 from shoal.flat.layout import BufferSpec, Layout, TensorEntry
 from shoal.flat.memory_views import bytes_of, is_finite, own_storage, tensor_from
 from shoal.flat.modes import MADE_IN_INFERENCE, are_neutral, compute_serially, neutral, neutral_modes, users_modes
-from shoal.flat.replacement import Places, holders_of, living_modules
+from shoal.flat.replacement import Places, holders_of, living_modules, living_modules_of
 from shoal.flat.shown import OwnGroups, Shown, ShowsGroups
 from shoal.flat.span import Span
 from shoal.flat.state_dict_hooks import (
@@ -74,6 +74,7 @@ __all__ = [
     "is_finite",
     "is_per_tensor",
     "living_modules",
+    "living_modules_of",
     "members_of",
     "names_of_members",
     "needs_all_parameters",

@@ -7,6 +7,8 @@ What this room promises to `optim`, which writes the records, and to `monitor`, 
   number (`record`).
 - Each record is signed by its peer and lives 30 s. In a closed run it carries the peer's membership (`board`).
 - `shoal top`, the page of `shoal monitor` and Prometheus' metrics (`metrics`) all show the same records.
+
+Records are rare, and of now. A trace (`trace`) is a file with all that a replica has done, for `shoal plot`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ continues from a state of others (`donors.py`). `pilot.py` asks the run (`run.py
 interfaces hide the modes from them: `work.py` is what a rank brings (gradients, local steps, a drift), `rounds.py` says
 in which rounds that is averaged, and `pieces.py` which tensors are stepped. `terms.py` is what peers compare when they
 meet. Peers vote on the options of the parameter groups (`group_options.py`). `vitals.py` publishes this peer's health,
-and `faults.py` counts faults.
+and `faults.py` counts faults. `trace.py` writes what it does into a file.
 
 A cluster is a peer of many ranks, which all run this code. `ranks.py` is what they do together in each call. Rank 0
 decides for all, by `shoal.cluster.team`. Where ranks carry strands, each keeps, averages and downloads its own.
@@ -34,6 +34,7 @@ from shoal.optim.progress import PerformanceEMA
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.reports import DownloadReport, EpochReport, ReachabilityReport
 from shoal.optim.state_averager import TrainingStateAverager
+from shoal.optim.trace import Trace
 
 __all__ = [
     "DownloadReport",
@@ -46,5 +47,6 @@ __all__ = [
     "PowerSGDGradientAverager",
     "ProgressTracker",
     "ReachabilityReport",
+    "Trace",
     "TrainingStateAverager",
 ]

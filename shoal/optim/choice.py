@@ -13,7 +13,7 @@ from shoal.cluster.shards import Shards, Unsharded
 from shoal.cluster.strands import Strands
 from shoal.cluster.whole import Whole
 from shoal.dht.dht import DHT
-from shoal.flat import Shown, parameters_of
+from shoal.flat import Shown, holders_of, parameters_of
 from shoal.optim.accumulator import EpochGradients
 from shoal.optim.alike import check_steps_pieces
 from shoal.optim.checkpoint import Checkpoint, OuterCheckpoint, OwnCheckpoint, StrandCheckpoint
@@ -23,6 +23,7 @@ from shoal.optim.epoch import Background
 from shoal.optim.grad_averager import AveragerSum
 from shoal.optim.gradients import Gradients
 from shoal.optim.kept import Keeper
+from shoal.optim.loads import watch_loads
 from shoal.optim.local_steps import LocalSteps
 from shoal.optim.pieces import Own, StrandPieces
 from shoal.optim.rounds import AveragerRounds, InTheRun, Rounds, Strand, StrandRounds
@@ -147,6 +148,7 @@ def _drift(optimizer: Optimizer, settings: Settings, state: State, users: Steppe
     inner = Inner(users.optimizer, users.scheduler, on_host, memory)
     anchors = Anchors(state.stepped, state.optimizer, state.frozen_pairs)
     codec, feedback = settings.grad_compression, settings.error_feedback
+    watch_loads(state.of_model.placement.modules)
     return Drift(
         optimizer, state.of_model, settings.outer, inner, state.trained, anchors, codec, feedback, watched=state.trained
     )
@@ -175,6 +177,7 @@ def _of_strands(
         [numbers[id(piece)] for piece in map(strands.pieces.__getitem__, places) if piece.requires_grad]
         for places in strands.numbers
     ]  # the number of the piece, for each strand and trained parameter
+    watch_loads({holder.module for holder in holders_of(model)})
     drift = Drift(
         optimizer,
         state.of_model,

@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from shoal.flat import bytes_of, holders_of
+from shoal.flat import bytes_of
 
 HASHED_ELEMENTS = 1 << 22
 """The number of elements that are copied from a device at a time, to be hashed."""
@@ -18,7 +18,7 @@ HASHED_ELEMENTS = 1 << 22
 
 class Loads:
     """Notices `load_state_dict` of the modules that hold some tensors, and of modules around these, in every form:
-    `strict=False`, `assign=True`, and through `torch.distributed.checkpoint`.
+    `strict=False`, `assign=True`, and through `torch.distributed.checkpoint`. The modules are those of `watch_loads`.
 
     A loaded model can't be told by its values from one that was trained. So torch's hooks tell of it. A model that has
     its old values again was not changed: weights may be loaded for an evaluation, and loaded back.
@@ -31,10 +31,6 @@ class Loads:
     def __init__(self, tensors: Sequence[Tensor], digest: Callable[[], bytes]) -> None:
         self._tensors, self._digest = list(tensors), digest
         self._before: bytes | None = None  # the hash of the values before the first load that is not settled
-        for module in {id(holder.module): holder.module for holder in holders_of(self._tensors)}.values():
-            if module not in _hooked:
-                _hooked.add(module)
-                module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
         _watched.update({id(tensor): self for tensor in self._tensors})
 
     def begin(self) -> None:
@@ -52,6 +48,14 @@ class Loads:
         if self._before is not None and self._digest() == self._before:
             self._before = None
         return self._before is not None
+
+
+def watch_loads(modules: Iterable[nn.Module]) -> None:
+    """From now on, `Loads` notices what is loaded into these modules."""
+    for module in modules:
+        if module not in _hooked:
+            _hooked.add(module)
+            module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
 
 
 _hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

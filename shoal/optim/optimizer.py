@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -26,7 +26,6 @@ from shoal.flat import (
     neutral_modes,
     users_modes,
 )
-from shoal.health.metrics import Metrics, MetricsServer, families
 from shoal.interrupts import check, held, holding, unbroken, users_handlers
 from shoal.membership.holder import Source
 from shoal.optim._torch import scale_by_own_rules, set_grad_mode
@@ -69,6 +68,9 @@ from shoal.p2p.identity import PeerID
 from shoal.swarm.gates import admit_to
 from shoal.swarm.protocol.errors import AveragingError
 from shoal.swarm.protocol.tip import Tip
+
+if TYPE_CHECKING:
+    from shoal.health.metrics import Metrics, MetricsServer
 
 log = logging.getLogger(__name__)
 
@@ -436,6 +438,8 @@ class Optimizer(ShowsGroups):
         compares = work.shares_state and not self.auxiliary
         self._vitals = Vitals(pilot, self._epoch, compares=compares, counts_steps=counts_steps)
         if settings.metrics_port is not None:
+            from shoal.health.metrics import MetricsServer  # it imports an HTTP server
+
             self._metrics = MetricsServer(settings.metrics_port, self._collect)
             self.metrics_port = self._metrics.port
 
@@ -917,6 +921,8 @@ class Optimizer(ShowsGroups):
 
     def _collect(self) -> Metrics:
         """This peer's present metrics; none if it has left the run."""
+        from shoal.health.metrics import families
+
         try:
             health = self._run.call(self._vitals.health)
         except AveragingError:

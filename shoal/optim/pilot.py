@@ -657,12 +657,14 @@ class Pilot:
         """Report the last round. For the arguments, see `ended`."""
         outcome, cost = self.averaged.outcome, cost or Cost()
         assert outcome is not None
+        begin = outcome.begin
+        brought = {member.key: weight for member, weight in zip(begin.members, begin.weights, strict=True)}
         self._tell(
             EpochReport(
                 epoch=self.averaged.tip.epoch,
                 samples=outcome.commit.samples,
-                num_peers=len(outcome.begin.members),
-                coordinator=str(PeerID(outcome.begin.ballot.coordinator)),
+                num_peers=len(begin.members),
+                coordinator=str(PeerID(begin.ballot.coordinator)),
                 round_seconds=cost.seconds + outcome.matchmaking_seconds + outcome.allreduce_seconds,
                 matchmaking_seconds=outcome.matchmaking_seconds,
                 allreduce_seconds=cost.seconds + outcome.allreduce_seconds,
@@ -673,6 +675,7 @@ class Pilot:
                 waiting_seconds=waiting,
                 step_seconds=step_seconds,
                 grad_norm=norm,
+                own_samples=brought.get(self.me, 0.0),
             )
         )
 

@@ -6,11 +6,12 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed
 
-from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules
+from shoal.flat import FlatBuffer, Places, Shown, holders_of, living_modules_of
 from shoal.optim._torch import NormBase
 
 _OF_SEVERAL_RANKS = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -37,6 +38,7 @@ class Placement:
     Attributes:
         unshared: the classes of layers whose running statistics are not in `extra_tensors`, with the number of such
             layers.
+        modules: the modules that hold these tensors, as long as others keep them.
         shown: what users see of the optimizer, once it is made.
     """
 
@@ -52,6 +54,7 @@ class Placement:
         self._held_as = {holder.index: f"{holder.name!r} of a {type(holder.module).__name__}" for holder in holders}
         self._places = Places(tensors, holders)
         self._places.keep()
+        self.modules = WeakSet(holder.module for holder in holders)
         shared = set(map(Tensor.data_ptr, extras))
         trained = [holder.module for holder in holders if tensors[holder.index].requires_grad]
         layers = {module for module in trained if isinstance(module, NormBase)}
@@ -121,7 +124,7 @@ class Placement:
         """The class of a wrapper of several ranks, the number of its ranks, and the number of a parameter that it
         holds; None if there is no such wrapper."""
         indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for module in living_modules(_OF_SEVERAL_RANKS):
+        for module in living_modules_of(_OF_SEVERAL_RANKS):
             group: Any = module.__dict__.get("process_group")  # None if another thread is just making the module
             held = [indices[id(parameter)] for parameter in module.parameters() if id(parameter) in indices]
             if held and group is not None and group.size() > 1:

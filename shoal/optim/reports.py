@@ -26,6 +26,7 @@ class EpochReport:
         tip: the name of the state in the run, see `Optimizer.tip`.
         grad_norm: the norm of the averaged gradient (of the averaged drift with an outer optimizer) before
             `max_grad_norm` has scaled it; None without `max_grad_norm`, and at an auxiliary peer.
+        own_samples: those of the samples that are this peer's; 0.0 if the round was made without it.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class EpochReport:
     waiting_seconds: float = 0.0
     step_seconds: float = 0.0
     grad_norm: float | None = None
+    own_samples: float = 0.0
 
     def __str__(self) -> str:
         return (

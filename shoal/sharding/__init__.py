@@ -12,11 +12,27 @@ and ``functional``.
 
 from __future__ import annotations
 
-from shoal.sharding.grad_scaler import GradScaler
-from shoal.sharding.join import Join, Joinable, JoinHook
-from shoal.sharding.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from shoal.sharding.zero import ZeroRedundancyOptimizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from shoal.sharding.grad_scaler import GradScaler as GradScaler
+    from shoal.sharding.join import Join as Join
+    from shoal.sharding.join import Joinable as Joinable
+    from shoal.sharding.join import JoinHook as JoinHook
+    from shoal.sharding.overlap import hook_with_zero_step as hook_with_zero_step
+    from shoal.sharding.overlap import hook_with_zero_step_interleaved as hook_with_zero_step_interleaved
+    from shoal.sharding.zero import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+
+_HOMES = {
+    "GradScaler": "grad_scaler",
+    "Join": "join",
+    "JoinHook": "join",
+    "Joinable": "join",
+    "ZeroRedundancyOptimizer": "zero",
+    "hook_with_zero_step": "overlap",
+    "hook_with_zero_step_interleaved": "overlap",
+}
 __all__ = [
     "GradScaler",
     "Join",
@@ -26,3 +42,10 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used, like all public names of Shoal: an `Optimizer` needs two small files of this room.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal.sharding' has no attribute {name!r}")
+    return getattr(import_module(f"shoal.sharding.{_HOMES[name]}"), name)

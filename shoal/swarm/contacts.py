@@ -269,6 +269,7 @@ class Contacts:
             return self._peer.hello()
         self._strangers.pop(peer.key, None)
         self._reach.accepted(peer.key)
+        self._promptness.may_be_late(peer.key, hello.held, self._peer.tip.epoch)
         self.spoke(hello.sender)
         new = self._view.hear(peer.key, hello.members, loop_time())
         # If others reach a member that this peer has lost, it is alive.
@@ -441,6 +442,11 @@ class Contacts:
         """That peer has answered so late."""
         self._promptness.answered(key, seconds, self._peer.tip.epoch)
 
+    def was_held(self, seconds: float) -> None:
+        """This peer's trainer has kept its reactor from running for so long. The others give it more time."""
+        if self._peer.was_held(seconds):
+            self._channel.notify(self._view.others(), self._peer.hello())
+
     def _hears_others(self, key: bytes, since: float) -> bool:
         """Whether another member has given a sign of life since then. If none has, ask some."""
         node, here = self._channel.node, [member.key for member in self._view.connected()]
@@ -455,11 +461,11 @@ class Contacts:
     async def _ping(self, key: bytes) -> None:
         ping, began = self._peer.ping(), loop_time()
         try:
-            pong = await self._channel.call(key, ping, msg.Pong, self._most_silent)
+            pong = await self._channel.call(key, ping, msg.Pong, self._most_silent + PING_SECONDS)
         except (P2PError, TimeoutError) as error:
             log.debug("%r: %s", PeerID(key), error)  # the node reports a lost connection
         else:
-            self.answered(key, max(loop_time() - began, pong.held))
+            self.answered(key, loop_time() - began)
             self._peer.on_pong(key, ping, pong, loop_time())
             self._act()
         finally:

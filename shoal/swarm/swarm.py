@@ -52,6 +52,7 @@ AGAIN_SECONDS = 1.5  # a round waits this long for a member that this peer could
 DECLINED_SECONDS = 0.05  # pause after a declined JOIN, in which the two peers exchange their tips or views
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
 LOOK_SECONDS, ASK_SECONDS = 1.0, 0.25
+SLOW_RATE = 2.5e6  # bytes per second, for a line of which nothing is known
 BUSY = 0.05  # a process that has computed for less than this part of the time in which it did not run was stopped
 TELL_SECONDS = 2.0  # a member may take this long to say how a round has ended
 MOST_ASKED = 3  # how many members are asked how a round has ended
@@ -899,7 +900,7 @@ class Swarm:
             if now - asleep > 2 * ASK_SECONDS:
                 self.contacts.forget_watches()
                 if time.process_time() - computed > BUSY * (now - asleep):
-                    self.peer.was_held(now - asleep)
+                    self.contacts.was_held(now - asleep)
             if now - asleep > 2 * LOOK_SECONDS:
                 self.peer.stood_still(now)
             awaited = self.peer.awaited(now) or list(self._asked)
@@ -925,6 +926,6 @@ class Swarm:
         """For how many seconds each of the others would have to wait for a member to cost all of them as much as the
         member if it is left out: then it downloads the result. As far as the rate of this peer's line is known, which
         is as good a guess as any."""
-        rate = self.peer.participant.given.rates.own
+        rate = self.peer.participant.given.rates.own or SLOW_RATE
         others = max(1, len(self.peer.view.connected()) - 1)
-        return self._round_bytes / rate / others if rate else 0.0
+        return self._round_bytes / rate / others

@@ -36,7 +36,6 @@ def good_run(given: DemoSettings) -> Demo:
         at = 100.0 + epoch + (0.6 if epoch == 9 else 0.0)
         for index in (0, 1, 2, *((3,) if epoch <= 8 else ()), *((4,) if epoch >= 17 else ())):
             demo.told["EpochReport"].append((at + index / 100, demo.children[index], report_of(epoch)))
-            demo.told["trained"].append((at + index / 100, demo.children[index], (epoch, 4.0 - epoch / 10)))
     demo.children[3].state, demo.killed_at = PeerState.KILLED, 108.1
     demo.told["evaluated"].append((121.0, first, (given.epochs, 1.6)))
     demo.told["finished"].append((122.0, first, "def f():"))

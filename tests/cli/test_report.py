@@ -24,10 +24,11 @@ def numbers(folder: Path) -> dict[str, Any]:
 
 def test_a_good_run_has_no_problem_and_its_folder_has_everything(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    (tmp_path / "peer-0.jsonl").write_text('{"time": 1, "replica": "peer-0", "event": "start"}\n')
     problems, shown = reported(good_run(settings(tmp_path)))
     assert problems == []
-    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "loss.png"}
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"peer-0.jsonl", "report.json", "run.png"}
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "yes, in 20 epochs" in shown
     assert "as promised" in shown
     assert "def f():" in shown
@@ -144,7 +145,9 @@ def test_a_run_in_which_nothing_happened_has_no_numbers_but_problems(tmp_path: P
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("command", "picture"):
+        monkeypatch.delitem(sys.modules, f"shoal.cli.plot.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     _, shown = reported(good_run(settings(tmp_path)))
-    assert not (tmp_path / "loss.png").exists()
+    assert not (tmp_path / "run.png").exists()
     assert "pip install 'shoal[demo]'" in shown

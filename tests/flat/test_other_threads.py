@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +59,18 @@ def test_modules_of_every_class_are_found() -> None:
     holders = holders_of([layer.weight, layer.bias])
     assert [holder.module for holder in holders if holder.index == 1] == [layer]
     assert {holder.module for holder in holders if holder.index == 0} == {layer, tied}
+
+
+class Pretender:
+    """Says that it is a module."""
+
+    __class__ = property(lambda self: nn.Linear)  # type: ignore[assignment]
+
+
+def test_objects_are_not_asked_for_their_class() -> None:
+    layer, pretender = nn.Linear(4, 1), Pretender()
+    gone = weakref.proxy(Pretender())  # answers every question with ReferenceError
+    assert isinstance(pretender, nn.Linear)
+    assert {holder.module for holder in holders_of([layer.weight])} == {layer}
+    with pytest.raises(ReferenceError):
+        gone.__class__  # noqa: B018

@@ -37,20 +37,27 @@ def main() -> None:
     model(torch.zeros(1, 10)).sum().backward()
     local = torch.optim.AdamW(model.parameters(), lr=0.1)
     local.step()
-    before_threads, before_memory = threads(), memory()
+    before_threads, before_memory, before_modules = threads(), memory(), set(sys.modules)
     before_named = set(threading.enumerate())
     started_cpu = time.process_time()
 
     import shoal
 
+    _ = shoal.DHT, shoal.Optimizer
+    imported_cpu = time.process_time()
     dht = shoal.DHT(start=True)
+    made_dht_cpu = time.process_time()
     optimizer = shoal.Optimizer(dht=dht, run_id="start", target_batch_size=8, params=None, optimizer=local)
-    cpu = time.process_time() - started_cpu
+    made_cpu = time.process_time()
     model(torch.zeros(8, 10)).sum().backward()
     optimizer.step(batch_size=8)
     result = {
         "epoch": optimizer.local_epoch,
-        "cpu": cpu / TORCH_SECONDS,
+        "import_cpu": (imported_cpu - started_cpu) / TORCH_SECONDS,
+        "dht_cpu": (made_dht_cpu - imported_cpu) / TORCH_SECONDS,
+        "optimizer_cpu": (made_cpu - made_dht_cpu) / TORCH_SECONDS,
+        "imports": sorted({name.split(".")[0] for name in set(sys.modules) - before_modules}),
+        "of_torch": sorted(name for name in set(sys.modules) - before_modules if name.startswith("torch.")),
         "memory": memory() - before_memory,
         "threads": threads() - before_threads,
         "python_threads": sorted(t.name for t in set(threading.enumerate()) - before_named),

@@ -544,6 +544,7 @@ def test_the_report_of_an_epoch(at: Piloted) -> None:
         waiting_seconds=1.5,
         step_seconds=0.25,
         grad_norm=3.0,
+        own_samples=8.0,
     )
     assert not at.pilot.arrived(SECOND, [PeerID(KEYS[1])], whole=True, lossy=False), "they have made it together"
 

@@ -161,6 +161,7 @@ def test_who_stood_still_itself_doubts_nobody() -> None:
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         training = [trainer.peer.node.spawn(trainer.train_on(trainers, 40)) for trainer in trainers]
         held = trainers[0]
+        held.peer.swarm.contacts.was_held(8.0)  # so the others wait for it
         for _ in range(4):
             await asyncio.sleep(world.rng.uniform(0.2, 1.0))
             world.hold(held.peer.node.peer_id, 8.0)

@@ -16,7 +16,7 @@ def test_whoever_answers_within_milliseconds_is_given_little_time() -> None:
     for epoch in range(4):
         limits.append(promptness.limit(A, 0.0))
         promptness.answered(A, 0.002, epoch)
-    assert limits == [UNKNOWN_SECONDS, UNKNOWN_SECONDS / 2, UNKNOWN_SECONDS / 4, LEAST_SECONDS]
+    assert limits == [UNKNOWN_SECONDS, UNKNOWN_SECONDS / 4, LEAST_SECONDS, LEAST_SECONDS]
     assert promptness.limit(B, 0.0) == UNKNOWN_SECONDS, "of another, nothing is known"
 
 

@@ -115,6 +115,7 @@ class Training:
         download_seconds: how long the peer's link takes for a state, in addition.
         machine: that it says to be; "" for the one that it is.
         awaits_others: wait for members that may not have been found yet, as users' peers do.
+        trace: the file for its trace; "": it writes none.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Training:
         inner_steps: int = 0,
         own_averager: str = "",
         awaits_others: bool = False,
+        trace: str = "",
     ) -> None:
         protocol_peer.SETTLE_SECONDS = SETTLE_SECONDS if awaits_others else 0.0
         self._log = Log()
@@ -184,7 +186,7 @@ class Training:
             self._slow_down_downloads(download_seconds)
         self._events: list[dict[str, Any]] = []
         self._forks: list[dict[str, Any]] = []
-        self._optimizer.on_event = self._heard
+        self._optimizer.on_event = shoal.Trace(trace, then=self._heard) if trace else self._heard
         self._thread: threading.Thread | None = None
         self._stop_at: float = float("inf")
         self._poisoned = 0

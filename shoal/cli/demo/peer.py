@@ -51,7 +51,10 @@ def run_peer(parent: Connection, turns: Semaphore, index: int, addresses: list[s
         averaging_timeout=30.0,
         grad_compression=shoal.compression.Float16Compression() if is_float16 else shoal.compression.NoCompression(),
     )
-    optimizer.on_event = lambda event: tell(type(event).__name__, dataclasses.asdict(event), str(event))
+    optimizer.on_event = trace = shoal.Trace(
+        settings.out / f"peer-{index}.jsonl",
+        then=lambda event: tell(type(event).__name__, dataclasses.asdict(event), str(event)),
+    )
     tell("ready", recipe.bigram_loss(text, *held_out))
     turns.acquire()
     while True:
@@ -64,12 +67,14 @@ def run_peer(parent: Connection, turns: Semaphore, index: int, addresses: list[s
         while optimizer.local_epoch == epoch:
             loss = model.loss(*recipe.random_windows(text, recipe.BATCH_SIZE_PER_STEP, generator))
             torch.autograd.backward(loss)
-            optimizer.report(loss=loss.item())
+            found = loss.item()
+            optimizer.report(loss=found)
+            trace.report(loss=found)
             optimizer.step()
             optimizer.zero_grad()
-        tell("trained", (epoch, loss.item()))
     sample = model.generate(held_out[0][0], 500, generator).tolist() if index == 0 else []
     tell("finished", bytes(sample).decode(errors="replace"))
     turns.acquire()
     optimizer.shutdown()
+    trace.end()
     dht.shutdown()

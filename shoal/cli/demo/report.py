@@ -1,4 +1,4 @@
-"""What a demo comes to: its numbers, all problems, a table, and the loss curve as a picture."""
+"""What a demo comes to: its numbers, all problems, a table, and a picture of what each peer did."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from itertools import pairwise
 from math import isnan, nan
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -14,10 +15,14 @@ from rich.table import Table
 
 from shoal.cli.demo.script import ENOUGH_EPOCHS, Demo, DemoSettings
 
+TRACES = "peer-*.jsonl"  # of the peers, in the run's folder
+
 
 def run_demo(settings: DemoSettings, console: Console) -> int:
     """Train, report, and return the exit code: 0 if everything went as promised, else 1."""
     settings.out.mkdir(parents=True, exist_ok=True)
+    for trace in settings.out.glob(TRACES):  # of an earlier run, to which the peers would add
+        trace.unlink()
     demo = Demo(settings, console)
     demo.run()
     return 1 if write_report(demo, console) else 0
@@ -82,26 +87,17 @@ def write_report(demo: Demo, console: Console) -> list[str]:
     console.print(*(text for *_, text in told["finished"]))
     for line in [f"problem: {problem}" for problem in problems] + [f"not reached: {goal}" for goal in unreached]:
         console.print(line, style="bold", soft_wrap=True)
-    try:
-        draw_losses(demo, bigram, {"the kill": killed, "the newcomer": joined})
-    except ModuleNotFoundError:
-        console.print("no loss curve: matplotlib is not installed; pip install 'shoal[demo]'")
+    draw_run(out, console)
     console.print(f"kept in {out}", soft_wrap=True)
     return problems
 
 
-def draw_losses(demo: Demo, bigram: float, marks: dict[str, float]) -> None:
-    """Draw the training and held-out loss by epoch, with the bigram model's loss and marks at epochs, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="epoch", ylabel="loss (nats per byte)")
-    for what, style, label in (("trained", ".", "training, each peer"), ("evaluated", "o-", "held out")):
-        found = [details for *_, details in demo.told[what]]
-        axes.plot([one[0] for one in found], [one[1] for one in found], style, label=label)
-    axes.axhline(bigram, color="gray", linestyle="--", label="bigram model, held out")
-    for (label, epoch), colour in zip(marks.items(), ("tab:red", "tab:green"), strict=True):
-        if not isnan(epoch):
-            axes.axvline(epoch, color=colour, linestyle=":", label=label)
-    axes.legend()
-    figure.savefig(demo.settings.out / "loss.png", dpi=120)
+def draw_run(out: Path, console: Console) -> None:
+    """Draw the traces of the peers, as ``shoal plot`` does."""
+    try:
+        from shoal.cli.plot.command import run_plot
+    except ModuleNotFoundError as error:
+        console.print(f"no picture: {error.name} is not installed; pip install 'shoal[demo]'")
+        return
+    if traces := sorted(out.glob(TRACES)):
+        run_plot(traces, out / "run.png", console)

@@ -130,6 +130,11 @@ class Doubts:
         usual = max(target * mine, min(target, self._history.brought.get(self._me, 0.0)))
         return self._reported * here >= LEAP * usual
 
+    def has_its_part(self) -> bool:
+        """Whether this peer has made its part of the epoch, if each member makes one, and waits for CALL."""
+        part = self._rules.target(self._participant.at.tip.epoch, 1) if self._rules.target_is_each else None
+        return part is not None and self._reported >= part
+
     def _are_enough_here(self) -> bool:
         here = sum(member.contributes for member in self._view.connected())
         return here >= self._rules.least(self._participant.at.contributed)

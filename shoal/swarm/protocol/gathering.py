@@ -374,8 +374,16 @@ class Gathering:
         return min(self.deadline, self.settled_at if all_are_here else max(self.settled_at, self.all_until))
 
     def overdue(self, now: float) -> list[bytes]:
-        """The members that BEGIN waits for, except those that are in the midst of a step, as they have announced."""
-        return [key for key in self._missing() if not self.pace.is_in_a_step(key, now)]
+        """The members that BEGIN or CALL waits for, except those that are in the midst of a step, as they have
+        announced."""
+        waited_for = self._missing() if self.phase is Until.BEGIN else self._lacking()
+        return [key for key in waited_for if not self.pace.is_in_a_step(key, now)]
+
+    def _lacking(self) -> list[bytes]:
+        """The members that lack their parts of the epoch, once others have theirs and wait."""
+        part = self._part or math.inf
+        have = {key for key, count in self.counts.items() if count.samples >= part}
+        return [key for key in self._counted_on() if key not in have] if have else []
 
     def _missing(self) -> list[bytes]:
         """The members that have not joined and that BEGIN waits for."""

@@ -110,12 +110,18 @@ class Terms(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """The sender introduces itself. `members` are all members that it knows, itself included."""
+    """The sender introduces itself.
+
+    Attributes:
+        members: all members that it knows, itself included.
+        held: the longest that its trainer has kept its reactor from running lately, in seconds.
+    """
 
     sender: Member
     terms: Terms
     tip: Tip
     members: Members
+    held: Seconds = 0.0
 
 
 class Presence(IntEnum):
@@ -456,12 +462,10 @@ class Pong(msgspec.Struct, tag=20, array_like=True, frozen=True):
     Attributes:
         knows: whether the sender is in that round or coordinates it. True if Ping names no round.
         signs: how often the sender has seen a round make progress, by the bytes on its own connections.
-        held: the longest that the sender's trainer has kept its reactor from running lately, in seconds.
     """
 
     knows: bool = True
     signs: Signs = 0
-    held: Seconds = 0.0
 
 
 class Digests(msgspec.Struct, tag=21, array_like=True, frozen=True):

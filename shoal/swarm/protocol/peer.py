@@ -126,7 +126,9 @@ class Peer:
 
     def hello(self) -> msg.Hello:
         """A HELLO about this peer and the members that it knows."""
-        return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot())
+        seconds, epoch = self._held
+        held = seconds if self.tip.epoch - epoch < EPOCHS else 0.0
+        return msg.Hello(self.view.me, self.terms, self.tip, self.view.snapshot(), held)
 
     def _send(self, to: Iterable[bytes], message: msgspec.Struct, buffers: Sequence[bytes] = ()) -> None:
         self.out.append(Send(tuple(to), message, buffers))
@@ -776,10 +778,14 @@ class Peer:
         if joined is not None and joined.tip == self.tip and self.participant.begin is None:
             self.newcomers.told(joined.seconds, now)
 
-    def was_held(self, seconds: float) -> None:
-        """This peer's trainer has kept its reactor from running for so long. Members that ask hear of it."""
-        if seconds >= self._held[0] or self.tip.epoch - self._held[1] >= EPOCHS:
+    def was_held(self, seconds: float) -> bool:
+        """This peer's trainer has kept its reactor from running for so long. Returns whether that is news to others: it
+        is much longer than before, or longer ago than half of the time for which they remember it."""
+        before, epoch = self._held
+        is_news = seconds > 1.5 * before or (seconds >= before and self.tip.epoch - epoch >= EPOCHS // 2)
+        if is_news:
             self._held = seconds, self.tip.epoch
+        return is_news
 
     def stood_still(self, now: float) -> None:
         """See `Doubts.stood_still`."""
@@ -895,10 +901,12 @@ class Peer:
         lead, gathering, participant = self._runs, self.gathering, self.participant
         if lead is not None:
             return [*lead.live(), *self._unheard]
-        if gathering is not None and gathering.phase is Until.BEGIN:
+        if gathering is not None and (gathering.phase is Until.BEGIN or participant.begin is None):
             return [*gathering.overdue(now), *self._unheard]
         if participant.begin is not None:
             return [participant.at.ballot.coordinator, *participant.silence.quiet(now), *self._next_in_turn(now)]
+        if self.doubts.has_its_part():
+            return [participant.coordinator().key, *self._unheard]
         return [*([participant.joined] if participant.state is MemberState.JOINED else ()), *self._unheard]
 
     def _next_in_turn(self, now: float) -> list[bytes]:
@@ -922,8 +930,7 @@ class Peer:
             return msg.Pong()
         is_in = participant.begin is not None and participant.begin.round == ping.round
         knows = not ping.round or is_in or self._leads(ping.round) is not None
-        seconds, epoch = self._held
-        return msg.Pong(knows, participant.silence.signs, seconds if self.tip.epoch - epoch < EPOCHS else 0.0)
+        return msg.Pong(knows, participant.silence.signs)
 
     def on_pong(self, key: bytes, ping: msg.Ping, pong: msg.Pong, now: float) -> None:
         """A peer has answered a `ping`."""

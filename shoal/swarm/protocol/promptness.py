@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 MAX_KEPT = 4096  # peers that are remembered
 FACTOR = 3.0  # a peer may be silent for this many times the latest of its last answers
 LEAST_SECONDS = 0.75
-UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; half as long with each answer
+UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; a quarter of that with each answer
 EPOCHS = 200  # for so many epochs it is remembered how late an answer was
 
 
@@ -26,15 +28,18 @@ class Promptness:
         self._answers: dict[bytes, int] = {}  # by peer: how many there were
 
     def answered(self, key: bytes, seconds: float, epoch: int) -> None:
-        """That peer has answered so late, or has not answered for so long because its trainer kept it busy."""
+        """That peer has answered so late."""
+        self.may_be_late(key, seconds, epoch)
+        self._answers[key] = self._answers.pop(key, 0) + 1
+        _forget_first(self._answers)
+
+    def may_be_late(self, key: bytes, seconds: float, epoch: int) -> None:
+        """That peer has answered so late, or says that its trainer has kept it busy for so long."""
         latest, at = self._latest.get(key, (0.0, epoch))
         if seconds >= latest or epoch - at >= EPOCHS:
             self._latest.pop(key, None)
             self._latest[key] = seconds, epoch
-        self._answers[key] = self._answers.pop(key, 0) + 1
-        for of_peers in (self._latest, self._answers):
-            if len(of_peers) > MAX_KEPT:
-                del of_peers[next(iter(of_peers))]
+            _forget_first(self._latest)
 
     def limit(self, key: bytes, cost: float) -> float:
         """The seconds for which that peer may be silent after it was asked.
@@ -45,5 +50,10 @@ class Promptness:
                 how many wait.
         """
         latest, _ = self._latest.get(key, (0.0, 0))
-        unknown = UNKNOWN_SECONDS * 0.5 ** self._answers.get(key, 0)
+        unknown = UNKNOWN_SECONDS * 0.25 ** self._answers.get(key, 0)
         return min(self._most, max(LEAST_SECONDS, FACTOR * latest, unknown, cost))
+
+
+def _forget_first(of_peers: dict[bytes, Any]) -> None:
+    if len(of_peers) > MAX_KEPT:
+        del of_peers[next(iter(of_peers))]
