@@ -324,6 +324,8 @@ def main() -> None:
             else None,
             "torchft": Side("torchft", "torchft", str(options.torchft_python), ROOT),
         }
+        if why:
+            print(f"no network namespaces, so no replica is cut off: {why}", file=sys.stderr, flush=True)
         turns = itertools.product(range(options.repetitions), options.modes, options.faults, options.sides)
         for turn, mode, fault, name in turns:
             side = sides[name]

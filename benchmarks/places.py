@@ -59,9 +59,10 @@ def places(count: int) -> Iterator[tuple[list[Place], str]]:
     """So many places, each with a line of its own; where these can't be made, all share the loopback. Also says why
     that is, or ""."""
     made: list[Place] = []
-    why = "needs root and the command ip"
+    names, why = [], "they need root and the command ip"
     try:
         if os.geteuid() == 0 and shutil.which("ip") is not None:
+            names = [_HUB, *(f"{_NAME}{number}" for number in range(count))]
             try:
                 _run("ip", "netns", "add", _HUB)
                 _run("ip", "-n", _HUB, "link", "add", _BRIDGE, "type", "bridge")
@@ -72,7 +73,7 @@ def places(count: int) -> Iterator[tuple[list[Place], str]]:
                 why = error.stderr.decode().strip()
         yield (made, "") if len(made) == count else ([Place()] * count, why)
     finally:
-        for name in [_HUB, *(f"{_NAME}{number}" for number in range(count))] if os.geteuid() == 0 else []:
+        for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 

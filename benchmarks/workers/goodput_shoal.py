@@ -15,7 +15,7 @@ _IMPORTED = [getattr(shoal, name) for name in shoal.__all__]  # the names of Sho
 class Ledger:
     """Follows a replica's samples through `shoal.Optimizer`.
 
-    It looks inside: an event does not say whose samples are in a step, nor what the optimizer has dropped.
+    It looks inside: no event says what the optimizer has dropped, and none of older commits whose samples a step has.
     """
 
     def __init__(self, replica: Replica, optimizer: Any) -> None:
