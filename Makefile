@@ -4,6 +4,7 @@
 VENV := .venv
 BENCH_VENV := .venv-hivemind
 ZOO_VENV := .venv-optimizers
+TORCHFT_VENV := .venv-torchft
 ARGS ?=
 PYTEST_ARGS ?= -q
 
@@ -24,7 +25,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TYPED := shoal tests $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo albert diloco test test-all test-long test-more test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous optimizers clean
+.PHONY: help demo albert diloco test test-all test-long test-more test-capabilities sweep sweep-tests soak attacks lint docs bench bench-optimizer bench-outer bench-contiguous goodput optimizers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +48,8 @@ help:
 	@echo "make bench-optimizer     train in every mode, with Shoal and with hivemind (ARGS=...)"
 	@echo "make bench-outer         bytes, waiting and loss with outer optimizers"
 	@echo "make bench-contiguous    time ContiguousParams against torch's optimizers and contiguous-params (ARGS=...)"
+	@echo "make goodput             kill, stop, slow down and cut off trainers, of Shoal and of torchft, which gets an"
+	@echo "             environment of its own; 2 hours (ARGS=\"--faults none kill --repetitions 1\", ARGS=--long)"
 	@echo "make optimizers          try 205 optimizers of other packages, which get an environment of their own, in every"
 	@echo "             world; a quarter of an hour (ARGS=\"--only hb. --worlds newcomer\"; UNDER_TEST=another/worktree)"
 	@echo "make clean   remove the environments, caches and output"
@@ -168,6 +171,9 @@ bench-contiguous: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps contiguous-params==1.0.0
 	$(VENV)/bin/python -m benchmarks.contiguous $(ARGS)
 
+goodput: $(VENV)/.installed $(TORCHFT_VENV)/.installed
+	$(VENV)/bin/python -m benchmarks.goodput --torchft-python $(TORCHFT_VENV)/bin/python $(ARGS)
+
 # The optimizers of twelve packages: alone, with a newcomer, in DiLoCo, saved and loaded, on flat memory, and sharded.
 # ARGS="--write docs/guides/optimizers.md" puts the table there. UNDER_TEST is the tree whose Shoal is tried.
 UNDER_TEST := $(CURDIR)
@@ -175,13 +181,13 @@ optimizers: $(ZOO_VENV)/.installed
 	PYTHONPATH=$(UNDER_TEST):$(CURDIR) $(ZOO_VENV)/bin/python -P -m tests.zoo $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(ZOO_VENV) runs build dist site
+	rm -rf $(VENV) $(BENCH_VENV) $(ZOO_VENV) $(TORCHFT_VENV) runs build dist site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments. A stamp is written last, so what was interrupted is taken up again.
 
-$(VENV)/.created $(BENCH_VENV)/.created $(ZOO_VENV)/.created:
+$(VENV)/.created $(BENCH_VENV)/.created $(ZOO_VENV)/.created $(TORCHFT_VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python 3.11 or newer, and there is no such python3.11 or python3 on" \
 		"the PATH. Install one, or say where it is: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "PYTHON=$(PYTHON) does not run, or is" \
@@ -208,6 +214,13 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 $(BENCH_VENV)/.installed: $(BENCH_VENV)/.created
 	$(BENCH_VENV)/bin/python $(PIP_INSTALL) $(TORCH)
 	$(BENCH_VENV)/bin/python $(PIP_INSTALL) $(TORCH) hivemind==1.1.12 'numpy<2.4' bitsandbytes==0.45.5
+	@touch $@
+
+# Without what it depends on, which is torch of another version, and tools for GPUs.
+$(TORCHFT_VENV)/.installed: $(TORCHFT_VENV)/.created
+	$(TORCHFT_VENV)/bin/python $(PIP_INSTALL) $(TORCH) numpy opentelemetry-api opentelemetry-sdk \
+		opentelemetry-exporter-otlp-proto-http
+	$(TORCHFT_VENV)/bin/python $(PIP_INSTALL) --no-deps torchft-nightly==2026.10.26
 	@touch $@
 
 $(ZOO_VENV)/.installed: $(ZOO_VENV)/.created pyproject.toml constraints.txt tests/zoo/requirements.txt
