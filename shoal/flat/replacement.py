@@ -107,6 +107,7 @@ class Places:
 
     def __init__(self, tensors: Sequence[Tensor], holders: Sequence[TensorHolder] | None = None) -> None:
         found = holders_of(tensors) if holders is None else holders
+        found = sorted(found, key=lambda holder: holder.index)  # the first that was replaced is named
         self._indices = [holder.index for holder in found]
         self._owners = [holder.owner for holder in found]
         self._names = [holder.name for holder in found]
