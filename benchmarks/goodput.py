@@ -118,6 +118,7 @@ def run(side: Side, mode: str, faults: Sequence[Fault], plan: Plan, homes: Seque
                 replicas.tend()
                 time.sleep(BEAT)
             replicas.relieve_all()
+            replicas.wait_for_step(began + plan.seconds)
         goodput = measure(replicas.lines(), replicas.lives, began, plan.seconds, plan.per_second)
         return replace(result, goodput=goodput, whole=began - replicas.began, ended=replicas.ended)
     except WorkerError as error:

@@ -95,7 +95,8 @@ class Goodput:
     """What one run has kept.
 
     Attributes:
-        of_ideal: samples in committed steps, of what all replicas would have computed without any fault or overhead.
+        of_ideal: samples in committed steps, of what all replicas would have computed without any fault or overhead. Of
+            a step that ends after the run, the share of its time that is in the run counts.
         lost: by reason, samples that were computed and are in no step, of the same.
         longest, median: seconds between two committed steps.
         newcomers: for each replica that was started in the run, seconds from its fork to the first step with samples of
@@ -139,17 +140,22 @@ def measure(lines: Iterable[Line], lives: Iterable[Life], began: float, seconds:
                 firsts.setdefault((line["replica"], line["life"]), line["time"])
         elif line["event"] == "lost" and began <= line["time"] < ended:
             lost[line["reason"]] += line["samples"]
-    kept = [step for step in committed(steps) if began <= step.time < ended]
+    made = [step for step in committed(steps) if step.time > began]
+    kept = [step for step in made if step.time <= ended]
+    last = made[len(kept)] if len(made) > len(kept) else None  # it ends after the run
     lost["left out"] += sum(step.beside for step in kept)
-    times = [began, *(step.time for step in kept), ended]
+    times = [began, *(step.time for step in kept), last.time if last else ended]
     gaps = [after - before for before, after in pairwise(times)]
+    samples = sum(step.samples for step in kept)
+    if last:
+        samples += last.samples * (ended - times[-2]) / gaps[-1]
     started = [life for life in lives if began <= life.forked < ended]
     waits = [firsts.get((f"r{life.replica}", life.number), float("inf")) - life.forked for life in started]
     return Goodput(
-        of_ideal=sum(step.samples for step in kept) / ideal,
+        of_ideal=samples / ideal,
         lost={reason: samples / ideal for reason, samples in lost.items()},
         longest=max(gaps),
-        median=statistics.median(gaps[1:-1]) if len(gaps) > 2 else None,
+        median=statistics.median(gaps[:-1]) if len(gaps) > 1 else None,
         newcomers=[wait for wait in waits if wait < float("inf")],
         started=len(started),
         unlike=sum(step.is_unlike for step in kept),

@@ -192,13 +192,20 @@ class Replicas:
 
     def wait_until_whole(self) -> float:
         """Wait for the first step that all have made together. Returns its time."""
+        everybody = len(self._places)
+        return self._wait_for_step("a step of all replicas", START_SECONDS, lambda line: line["peers"] == everybody)
 
-        def common() -> list[float]:
+    def wait_for_step(self, after: float) -> None:
+        """Wait for a step after that time, but not for ever: a training that stands still is measured, too."""
+        with contextlib.suppress(WorkerError):
+            self._wait_for_step("a step", END_SECONDS, lambda line: line["time"] > after)
+
+    def _wait_for_step(self, what: str, timeout: float, is_it: Callable[[Line], bool]) -> float:
+        def steps() -> list[float]:
             self.tend()
-            steps = [line for line in self.lines() if line["event"] == "step"]
-            return [line["time"] for line in steps if line["peers"] == len(self._places)]
+            return [line["time"] for line in self.lines() if line["event"] == "step" and is_it(line)]
 
-        return min(_wait_for(common, START_SECONDS, "a step of all replicas"))
+        return min(_wait_for(steps, timeout, what))
 
 
 def read(folder: Path) -> list[Line]:

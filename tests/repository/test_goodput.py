@@ -50,10 +50,17 @@ def test_what_was_kept() -> None:
     found = measure(lines, [Life(1, 0, 5.0), Life(1, 1, 14.5)], began=10.0, seconds=10.0, per_second=10.0)
     assert (found.of_ideal, found.steps, found.unlike, found.forked) == (0.5, 3, 0, 0)
     assert found.lost == {"killed": 0.0, "left out": 0.1, "late": 0.0, "epoch repeated": 0.0}
-    assert (found.longest, found.median) == (5.0, 3.0)
+    assert (found.longest, found.median) == (5.0, 2.0)
     assert found.newcomers == pytest.approx([3.6])
     assert found.started == 1
     assert found.curve == [(20.0, 1.0), (40.0, 1.0), (50.0, 1.0), (70.0, 0.75)]
+
+
+def test_of_a_step_that_ends_after_the_run_the_share_of_its_time_counts() -> None:
+    lines = [step(at, 0, epoch) for epoch, at in enumerate((10.0, 14.0, 22.0, 30.0))]
+    found = measure(lines, [], began=10.0, seconds=6.0, per_second=1.0)
+    assert found.of_ideal == pytest.approx((10.0 + 2.0 / 8.0 * 10.0) / 6.0)
+    assert (found.steps, found.longest) == (1, 8.0)
 
 
 def test_unlike_parameters_and_steps_on_two_sides() -> None:
