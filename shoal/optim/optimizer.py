@@ -423,7 +423,7 @@ class Optimizer(ShowsGroups):
             settings.target,
             refresh,
             alpha=settings.performance_ema_alpha,
-            may_wait=not (background.averages or background.steps),
+            may_wait=not (background.averages or background.steps or settings.counts_steps),
         )
         machine = Machine(run.me, name_of_machine(rounds, state.optimizer))
         return Pilot(settings, run, self.tracker, machine, type(state.wrapped).__qualname__, self._tell_event)

@@ -290,7 +290,8 @@ class RunProgress:
         target_batch_size: the number of samples of all peers at which the epoch ends.
         refresh: how often this peer asks for the progress of others when it has nothing to report.
         alpha: see `PerformanceEMA`.
-        may_wait: whether the coordinator may make this peer wait. It may not if the trainer continues during a round.
+        may_wait: whether the coordinator may make this peer wait. It may not if the trainer continues during a round,
+            or if the target counts inner steps.
 
     Attributes:
         target_batch_size: as given, an int if it is whole.

@@ -385,6 +385,13 @@ def test_a_newcomer_in_the_midst_of_an_epoch_brings_what_it_has_by_then() -> Non
     assert report(coordinator, 2, 8.0)[0].called
 
 
+def test_a_newcomer_that_coordinates_takes_the_others_for_veterans() -> None:
+    coordinator = gathering(1, 2, 3, rules=EACH, all_until=1.0)
+    report(coordinator, 1, 2.0)
+    assert report(coordinator, 2, 8.0)[0].target == 18.0
+    assert report(coordinator, 3, 8.0)[0].called
+
+
 def test_newcomers_whose_veterans_are_all_gone_make_whole_parts() -> None:
     coordinator = gathering(1, 3, rules=EACH, veterans=frozenset(keys(2, 4)))
     report(coordinator, 1, 2.0)

@@ -92,8 +92,8 @@ def test_without_a_target_nobody_waits() -> None:
 @dataclass
 class Model:
     """Peers in steps of their own, whose epoch ends as `Gathering` and `RunProgress` have it: the round is called by a
-    report, those that wait and the reporter join at once, the others at the end of their step. A peer that has its
-    part of the epoch announces no step, and waits for the round."""
+    report, those that wait and the reporter join at once, the others at the end of their step. Where each peer makes a
+    part of the epoch, it does not ask, and when it has its part, it announces no step and waits for the round."""
 
     batch: float
     seconds: list[float]
@@ -115,7 +115,7 @@ class Model:
 
     def epoch(self) -> None:
         start, peers = self.now, range(len(self.seconds))
-        pace, numbers = Pace(self.target, part=self.part), itertools.count()
+        pace, numbers = Pace(self.target), itertools.count()
         rest: set[int] = set()
         computed = [0.0] * len(self.seconds)
         samples = [0.0] * len(self.seconds)
@@ -146,7 +146,8 @@ class Model:
                 continue
             rests = samples[peer] >= self.part
             step, seconds = (0.0, 0.0) if rests else (self.batch, self.expected(peer))
-            wait = pace.reported(bytes([peer]), samples[peer], step, seconds, self.waits, self.now)
+            asks = self.waits and self.part == math.inf
+            wait = pace.reported(bytes([peer]), samples[peer], step, seconds, asks, self.now)
             if sum(samples) >= self.target:
                 called = True
                 joined = {other for _, _, other, took in events if not took} | rest | {peer}
@@ -224,15 +225,6 @@ def test_where_each_has_a_part_an_epoch_takes_as_long_as_the_slowest_needs_for_i
     model = run(12, batch=1.0, seconds=seconds, target=target, noise=noise, waits=True, seed=seed, part=10.0)
     assert model.totals == [target] * 12
     assert model.durations == pytest.approx(model.slowest)
-
-
-def test_nobody_relies_on_steps_beyond_a_part() -> None:
-    pace = Pace(30.0, part=10.0)
-    begin(pace, A, 0.0, samples=8.0, step=1.0)
-    pace.reported(C, 10.0, 0.0, 0.0, True, 0.0)
-    assert ask(pace, B, 0.0, 7.0, step=1.0, seconds=10.0) == 0.0, "a will bring 2, and 5 are missing"
-    begin(pace, A, 1.0, samples=9.0, step=1.0)
-    assert ask(pace, B, 1.0, 10.0, step=1.0, seconds=10.0) > 0.0, "and now 1, which a will bring"
 
 
 def test_one_peer_never_waits() -> None:

@@ -58,6 +58,7 @@ class Gathering:
             have joined.
         all_until: before this time BEGIN waits for all connected members. A peer that has downloaded the state of the
             tip does not know who else is there. If it is its turn to coordinate, the others have to hear of it first.
+            0 if this peer was in the last round, or made its state.
         phase: what it waits for.
 
     Attributes:
@@ -92,7 +93,7 @@ class Gathering:
         self.reminded = False  # whether members that have not joined were called once more
         self.told_until = -math.inf  # until when BEGIN waits for newcomers, as members know
         self.last_join_at: float | None = None
-        self.pace = Pace(math.inf, self.rules.matchmaking_time, self.history.unreliable, self._part or math.inf)
+        self.pace = Pace(math.inf, self.rules.matchmaking_time, self.history.unreliable)
 
     def expect(self, members: Iterable[Member], now: float) -> list[Send | Ask]:
         """Exactly these members are connected now."""
@@ -176,7 +177,7 @@ class Gathering:
         if part is None:
             return self.rules.target(self.at.tip.epoch, 0)
         known = self._counted_on()
-        whole = [key for key in known if key in self.veterans] or known
+        whole = self._with_parts(known)
         came = (self.counts[key].samples for key in known if key not in whole and key in self.counts)
         return part * max(1, self._usual_number(whole)) + sum(min(samples, part) for samples in came)
 
@@ -189,6 +190,12 @@ class Gathering:
         brought = self.history.brought  # a member that brought nothing last time counts only when it reports samples
         count = (key for key in self._contributing() if self._has_begun(key) or brought.get(key, 1.0) > 0)
         return [key for key in count if key not in self.lent and (not self.veterans or self._waits_for(key))]
+
+    def _with_parts(self, known: list[bytes]) -> list[bytes]:
+        """Those of these members that make whole parts of the epoch, as they are here since the last round. If this
+        peer is not, it takes all others for such members."""
+        here = self.veterans or set(known).difference([self.me] if self.all_until else [])
+        return [key for key in known if key in here] or known
 
     def _has_begun(self, key: bytes) -> bool:
         return key in self.counts and self.counts[key].samples > 0
@@ -383,7 +390,7 @@ class Gathering:
         """The members that lack their parts of the epoch, once others have theirs and wait."""
         part = self._part or math.inf
         have = {key for key, count in self.counts.items() if count.samples >= part}
-        return [key for key in self._counted_on() if key not in have] if have else []
+        return [key for key in self._with_parts(self._counted_on()) if key not in have] if have else []
 
     def _missing(self) -> list[bytes]:
         """The members that have not joined and that BEGIN waits for."""

@@ -14,7 +14,7 @@ In both cases its own step could not make the epoch end earlier. A member that w
 members whose steps are needed one always goes on. The coordinator decides, one question at a time: peers that decided
 for themselves would all wait for each other, or all go on.
 
-Where each member makes a part of the epoch (inner steps), nobody relies on steps beyond a member's part: a member that
+Where each member makes a part of the epoch (inner steps), each one's steps are needed, so nobody asks. A member that
 has its part waits for the round, and announces no step.
 """
 
@@ -43,10 +43,9 @@ class Step:
     samples: float
     seconds: float
 
-    def landings(self, now: float, horizon: float, left: float) -> Iterator[tuple[float, float, float]]:
-        """Predict this step and the member's further steps until `horizon`, as long as `left` samples are missing to
-        its part. Yields for each when its samples arrive, how many they are, and until when others may rely on them.
-        Yields nothing if the step is long overdue."""
+    def landings(self, now: float, horizon: float) -> Iterator[tuple[float, float, float]]:
+        """Predict this step and the member's further steps until `horizon`. Yields for each when its samples arrive,
+        how many they are, and until when others may rely on them. Yields nothing if the step is long overdue."""
         due = self.begun + self.seconds
         if now >= due + LATE * self.seconds:
             return
@@ -54,7 +53,7 @@ class Step:
         yield first, self.samples, due + LATE * self.seconds
         for number in range(1, MAX_STEPS_AHEAD):
             end = first + number * self.seconds
-            if end > horizon or number * self.samples >= left:
+            if end > horizon:
                 return
             yield end, self.samples, end + LATE * self.seconds
 
@@ -68,17 +67,10 @@ class Pace:
             wait for it either.
         unreliable: members whose last step, in this epoch or before, did not arrive as announced. They are not relied
             on until one does.
-        part: the samples that each member makes in an epoch; infinity if each makes as many as it can.
     """
 
-    def __init__(
-        self,
-        target: float,
-        patience: float = math.inf,
-        unreliable: dict[bytes, None] | None = None,
-        part: float = math.inf,
-    ) -> None:
-        self._target, self._patience, self._part = target, patience, part
+    def __init__(self, target: float, patience: float = math.inf, unreliable: dict[bytes, None] | None = None) -> None:
+        self._target, self._patience = target, patience
         self._unreliable = {} if unreliable is None else unreliable
         self._samples: dict[bytes, float] = {}
         self._steps: dict[bytes, Step] = {}
@@ -138,10 +130,9 @@ class Pace:
         for key, step in self._steps.items():
             if now >= step.begun + (1.0 + LATE) * step.seconds:
                 self._unreliable[key] = None
-        relied_on = [(key, step) for key, step in self._steps.items() if key not in self._unreliable]
-        near = [(key, step) for key, step in relied_on if step.begun + step.seconds <= now + self._patience]
-        left = {key: self._part - self._samples[key] for key, _ in near}
-        landings = (landing for key, step in near for landing in step.landings(now, now + seconds, left[key]))
+        relied_on = [step for key, step in self._steps.items() if key not in self._unreliable]
+        near = [step for step in relied_on if step.begun + step.seconds <= now + self._patience]
+        landings = (landing for step in near for landing in step.landings(now, now + seconds))
         for _end, samples, counted_on in sorted(landings):
             if missing <= 0:
                 break
