@@ -7,6 +7,7 @@ the events of the new one until an epoch counts its samples.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -172,5 +173,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])  # torch's first optimizer imports many modules
     _ = shoal.DHT, shoal.Optimizer  # names are imported when they are first used
+    gc.freeze()  # else each replica copies what it shares with this process as soon as it looks at it
     crowd = Crowd(sys.argv[1], int(sys.argv[2]))
     answer(crowd.handle, crowd.close)
