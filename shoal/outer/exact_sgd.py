@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+BLOCK_ELEMENTS = 1 << 16  # of each thread, at a time: what a block's operations read and write stays in its cache
 
 
 class ExactSGD(torch.optim.Optimizer):
@@ -45,18 +47,32 @@ class ExactSGD(torch.optim.Optimizer):
             rate, momentum, nesterov = group["lr"], group["momentum"], group["nesterov"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    direction = self._direction(parameter, momentum, nesterov)
-                    parameter.sub_(torch.mul(direction, rate))
+                    kept = (self._kept(parameter),) if momentum else ()
+                    for values, *others in _blocks(parameter, parameter.grad, *kept):
+                        values.sub_(torch.mul(_direction(*others, momentum=momentum, nesterov=nesterov), rate))
         return loss
 
-    def _direction(self, parameter: torch.Tensor, momentum: float, nesterov: bool) -> torch.Tensor:
-        gradient = parameter.grad
-        assert gradient is not None
-        if not momentum:
-            return gradient
+    def _kept(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         kept: torch.Tensor = state["momentum_buffer"]
-        kept.mul_(momentum).add_(gradient)
-        return torch.mul(kept, momentum).add_(gradient) if nesterov else kept
+        return kept
+
+
+def _direction(
+    gradient: torch.Tensor, kept: torch.Tensor | None = None, *, momentum: float, nesterov: bool
+) -> torch.Tensor:
+    if kept is None:
+        return gradient
+    kept.mul_(momentum).add_(gradient)
+    return torch.mul(kept, momentum).add_(gradient) if nesterov else kept
+
+
+def _blocks(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    """The elements of these tensors of one shape, block by block. All at once if they are not on a CPU, where each
+    operation costs more than its memory traffic, or lie in memory differently."""
+    if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
+        return [tensors]
+    elements = BLOCK_ELEMENTS * torch.get_num_threads()
+    return zip(*(torch.split(tensor.view(-1), elements) for tensor in tensors), strict=True)
