@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import ROOT, Worker, checkout, end_on_signals, tree_with
-from benchmarks.report import Figure, describe, environment, figure_table, number, publish, table
+from benchmarks.report import Figure, describe, environment, figure_table, median, number, publish, table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEASURED = {
@@ -30,6 +30,7 @@ MEASURED = {
     "matchmaking": "10 rounds of 1,000 float32, 2 peers",
     "kill": "a round of 6 million float32, 3 peers and one that is killed",
     "accumulate": "10 steps that accumulate 6.3 million gradients, without forward and backward passes",
+    "rest": "10 s at rest, 4 peers",
 }
 DEMO = ("demo", "--peers", "2", "--epochs", "10", "--no-kill")
 WARM_UP = 3  # turns of new processes that are not counted
@@ -40,8 +41,8 @@ BOUND = "<= 1.05"
 NOTE = """\
 CPU seconds of user and system, of all threads; *ratio* is the median of the ratios of two turns in a row, one of each
 side. The peers of a side are in one process, which is a new one every 10 turns. The one that is killed has a process of
-its own, which is not counted. The demo's peers are processes, and most of their time is the start of Python and
-torch."""
+its own, which is not counted. The demo's peers are processes, and most of their time is the start of Python and torch.
+*Bytes*: what the peers have sent over their links, which carry all but the chunks of tensors."""
 
 
 def demo(tree: Path, folder: Path) -> dict[str, float]:
@@ -111,9 +112,13 @@ def main() -> None:
             continue
         cpu = {name: 1000 * statistics.median(one["cpu"] for one in found[key][name]) for name in order}
         of_cpu, of_seconds = (statistics.median(ratios(found[key], field)) for field in ("cpu", "seconds"))
-        rows.append([label, number(cpu["now"], 1), number(cpu["before"], 1), number(of_cpu, 3), number(of_seconds, 3)])
+        row = [label, number(cpu["now"], 1), number(cpu["before"], 1), number(of_cpu, 3), number(of_seconds, 3)]
         figures.append(Figure(f"CPU of {label}, of before", of_cpu, BOUND))
-    head = ["what", "CPU ms now", "CPU ms before", "ratio of CPU", "ratio of seconds"]
+        sent = {name: median(one.get("bytes") for one in found[key][name]) for name in order}
+        rows.append([*row, number(sent["now"], 0), number(sent["before"], 0)])
+        if sent["now"] and sent["before"]:
+            figures.append(Figure(f"bytes of {label}, of before", sent["now"] / sent["before"], BOUND))
+    head = ["what", "CPU ms now", "CPU ms before", "ratio of CPU", "ratio of seconds", "bytes now", "bytes before"]
     parts = ["# Now beside before", describe(facts), table(head, rows), NOTE, figure_table(figures)]
     data: dict[str, Any] = {
         "environment": facts,

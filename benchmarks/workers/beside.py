@@ -16,9 +16,11 @@ from torch import nn
 import shoal
 from benchmarks.workers.link import answer, fill
 from benchmarks.workers.trainer import draw, make_model
+from shoal.p2p import tcp
 
 MATCHMAKING_ELEMENTS, KILL_ELEMENTS = 1000, 6_000_000
 MATCHMAKINGS, ROUNDS_1M, STEPS, BATCH = 10, 4, 10, 32  # of one turn; the last in samples
+REST_SECONDS = 10.0
 KILLED_AFTER = 0.05  # seconds of a round of some 0.2
 MODEL = "6.3M"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -161,12 +163,20 @@ class Beside:
         took = self._measure(step, times=STEPS)
         return took | {"cpu": took["cpu"] - passes}
 
+    def rest(self) -> dict[str, float]:
+        """Nothing is asked of the peers."""
+        return self._measure(lambda: time.sleep(REST_SECONDS))
+
     def _measure(self, turn: Callable[[], None], times: int = 1) -> dict[str, float]:
-        """CPU seconds of this process, and seconds."""
-        cpu, started = time.process_time(), time.monotonic()
+        """CPU seconds of this process, and seconds; bytes that its peers have sent over links, without the lanes."""
+        cpu, started, sent = time.process_time(), time.monotonic(), self._sent()
         for _ in range(times):
             turn()
-        return {"cpu": time.process_time() - cpu, "seconds": time.monotonic() - started}
+        return {"cpu": time.process_time() - cpu, "seconds": time.monotonic() - started, "bytes": self._sent() - sent}
+
+    def _sent(self) -> float:
+        transports: list[Any] = [dht.dht_node.node.transport for dht in self._dhts]  # no public name leads to the links
+        return float(sum(tcp.counts(link.socket)[0] for each in transports for link in list(each._links)))
 
     def measure(self, command: str) -> dict[str, Any]:
         """One turn of what that command names."""
