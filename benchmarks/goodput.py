@@ -248,7 +248,8 @@ the library. *%*: samples that were computed and are in no step, of the ideal: *
 of a round, or in a step that a replica made on its own; *late*: its replica had to fetch a newer state; *epoch
 repeated*: the round had no result. *Pause*: between two committed steps. *Newcomer*: from a successor's fork to the
 first step with samples of its own, and of how many it *counted*. *Unlike*: steps after which their members held
-different parameters (SHA-256). *Forked*: steps beside which a replica made others on its own. *Loss*: of training, of
+different parameters (SHA-256; in DiLoCo, one that was left out and keeps its inner steps is compared when they are in a
+step). *Forked*: steps beside which a replica made others on its own. *Loss*: of training, of
 that without faults after as many samples. *Start*: from the first fork to the first step of all. *Ended*: replicas
 that ended by themselves, and were started anew. Figures are medians of the runs. torchft's time-outs are tuned in its
 favour: heartbeat {HEARTBEAT} ms, join {JOIN} ms, {LIMIT:g} s for collectives and the manager (its defaults: 5000,

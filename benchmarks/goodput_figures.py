@@ -173,7 +173,8 @@ class Committed:
         time: when the first of them had made it.
         samples: of all of them.
         loss: the mean of theirs.
-        is_unlike: whether they held unlike parameters after it.
+        is_unlike: whether they held unlike parameters after it. One that has inner steps of its own beyond the common
+            state is not compared: it has no digest.
         beside: the samples of steps that others have made in its place.
     """
 
@@ -196,7 +197,7 @@ def committed(steps: Iterable[Line]) -> list[Committed]:
         if samples := own_samples(members):
             loss = sum(line["own"] * line["loss"] for line in members if line["own"]) / samples
             beside = sum(map(own_samples, sides.values())) - samples
-            is_unlike = len({line["digest"] for line in members}) > 1
+            is_unlike = len({line["digest"] for line in members if line["digest"]}) > 1
             found.append(Committed(min(line["time"] for line in members), samples, loss, is_unlike, beside))
     return sorted(found, key=lambda step: step.time)
 

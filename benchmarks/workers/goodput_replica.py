@@ -28,14 +28,15 @@ class Replica:
     Its samples are in a step, lost, or *pending*. A file tells how many are pending, also after the process is killed.
 
     Args:
-        given: `replica`, `life`, `folder` (of the traces), `width` (of the model), `seconds` (of a step), `slowed` (how
-            many times as long a step takes while there is a file `replica`.slow), `forked` (when the process began).
+        given: `replica`, `life`, `mode`, `folder` (of the traces), `width` (of the model), `seconds` (of a step),
+            `slowed` (how many times as long a step takes while there is a file `replica`.slow), `forked` (when the
+            process began).
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.pending = 0.0
-        self._name, self._seconds, self._slowed, self._forked = (
-            given[key] for key in ("replica", "seconds", "slowed", "forked")
+        self._name, self._mode, self._seconds, self._slowed, self._forked = (
+            given[key] for key in ("replica", "mode", "seconds", "slowed", "forked")
         )
         folder, life = Path(given["folder"]), f"{self._name}.{given['life']}"
         self._slow, self._contact = folder / f"{self._name}.slow", folder / f"{life}.contact"
@@ -79,7 +80,8 @@ class Replica:
         loss = statistics.fmean(self._losses) if self._losses else 0.0
         self._losses.clear()
         self._settle(self.pending - own)
-        self.tell("step", own=own, loss=loss, digest=self._digest(), **fields)
+        is_apart = self._mode == "DiLoCo" and self.pending > 0  # it was left out, and keeps its own inner steps
+        self.tell("step", own=own, loss=loss, digest="" if is_apart else self._digest(), **fields)
 
     def lose(self, samples: float, reason: str) -> None:
         """So many samples will be in no step."""
