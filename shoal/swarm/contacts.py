@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -43,6 +44,7 @@ REFUSED_SECONDS = 60.0  # a peer with other terms is remembered for so long afte
 MAX_REPORTS = 64  # unread `reports`
 PING_SECONDS = 1.0  # a peer that this peer waits for is asked again for a sign of life after so long
 CONTROLS = 2  # so many others are asked when one is silent, and nobody else was heard since
+GET_KNOWN = 4  # so many members are asked in a second until it is known how late their answers are
 
 
 @dataclass(slots=True)
@@ -68,12 +70,16 @@ class _Watch:
     Attributes:
         since: when the peer last gave a sign of life.
         movement: the bytes on the connection to the peer.
-        asked: when it was last asked for one.
+        asked: when it was last asked for one because this peer waits for it.
     """
 
     since: float
     movement: Movement
     asked: float = -math.inf
+
+    @property
+    def is_asked(self) -> bool:
+        return self.asked > -math.inf
 
 
 class Contacts:
@@ -425,15 +431,15 @@ class Contacts:
                 watch.since = now
             watch.since = max(watch.since, node.heard(peer))
             is_due = key in before and now - watch.asked >= PING_SECONDS  # mostly it comes before the next look
-            if key in waited_for and key not in self._pinged and is_due:
-                watch.asked, self._pinged[key] = now, None
-                node.spawn(self._ping(key))
+            if key in waited_for and is_due and not (key in self._pinged and watch.is_asked):
+                watch.asked = now
+                self._ask(key)
         for key, watch in list(self._watches.items()):
             silent = now - max(watch.since, watch.asked)
             limit = self._promptness.limit(key, cost)
             if silent > limit / 2 and not self._hears_others(key, watch.since):
                 limit = self._most_silent  # it may be this peer that nobody reaches
-            if key in self._pinged and silent > limit:
+            if key in self._pinged and watch.is_asked and silent > limit:
                 log.info("%r: %r does not answer", node.peer_id, PeerID(key))
                 node.disconnect(PeerID(key), f"it has given no sign of life for {limit:.3g} s")
                 del self._watches[key]
@@ -454,9 +460,20 @@ class Contacts:
         if any(node.heard(PeerID(other)) > since for other in others):
             return True
         for other in [other for other in others if other not in self._pinged][:CONTROLS]:
-            self._pinged[other] = None
-            node.spawn(self._ping(other))
+            self._ask(other)
         return False
+
+    def get_to_know(self) -> None:
+        """Ask some of the members that have not answered often enough to be known. Called every second."""
+        here = [member.key for member in self._view.connected() if member.key != self._view.me.key]
+        for key in islice((key for key in here if not self._promptness.knows(key)), GET_KNOWN):
+            self._ask(key)
+
+    def _ask(self, key: bytes) -> None:
+        if key in self._pinged:
+            return
+        self._pinged[key] = None
+        self._channel.node.spawn(self._ping(key))
 
     async def _ping(self, key: bytes) -> None:
         ping, began = self._peer.ping(), loop_time()

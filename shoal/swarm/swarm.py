@@ -915,6 +915,7 @@ class Swarm:
                 self.peer.settle(now)
                 self.contacts.look(dial=True)
             self._look_how_it_is_reached()
+            self.contacts.get_to_know()
             connected = len(self.peer.view.connected())
             least = max(2, self.rules.min_group) if self.peer.participant.given.input is not None else 0
             if connected < least or (connected == 1 and self.peer.view.lost):

@@ -44,6 +44,13 @@ def test_other_terms_with_a_huge_tip_end_nobody() -> None:
     run(scenario(), until=500.0)
 
 
+async def missed_by(late: Trainer) -> Commit:
+    """The commit that this peer has missed, when it has heard of it."""
+    while (commit := late.peer.swarm.peer.participant.at.missed) is None:
+        await late.peer.swarm.news()
+    return commit
+
+
 def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
     """It is asked of everybody who was in the round; the next one has it."""
 
@@ -52,8 +59,7 @@ def test_a_begin_without_members_in_an_answer_is_no_result() -> None:
         late, *others = trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
-        commit = late.peer.swarm.peer.participant.at.missed
-        assert commit is not None
+        commit = await missed_by(late)
         liar = next(other for other in others if other.peer.key == sorted(commit.members)[0])
         handle = liar.peer.swarm.peer.participant.on_fetch
 
@@ -244,8 +250,7 @@ def test_one_that_sends_a_missed_result_drop_by_drop_does_not_hold_up_the_others
         late, *others = trainers = await trainers_of(world, 4)
         await asyncio.gather(*(trainer.train(2) for trainer in trainers))
         await asyncio.gather(*(other.train(3) for other in others))
-        commit = late.peer.swarm.peer.participant.at.missed
-        assert commit is not None
+        await missed_by(late)
 
         async def after(seconds: float, handle: Any, message: Any) -> Any:
             await asyncio.sleep(seconds)

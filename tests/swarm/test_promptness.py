@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.swarm.protocol.promptness import EPOCHS, FACTOR, LEAST_SECONDS, MAX_KEPT, UNKNOWN_SECONDS, Promptness
+from shoal.swarm.protocol.promptness import EPOCHS, FACTOR, KNOWN, LEAST_SECONDS, MAX_KEPT, UNKNOWN_SECONDS, Promptness
 
 A, B = b"a" * 32, b"b" * 32
 MOST = 15.0
@@ -15,8 +15,9 @@ def test_whoever_answers_within_milliseconds_is_given_little_time() -> None:
     limits = []
     for epoch in range(4):
         limits.append(promptness.limit(A, 0.0))
+        assert promptness.knows(A) == (epoch >= KNOWN)
         promptness.answered(A, 0.002, epoch)
-    assert limits == [UNKNOWN_SECONDS, UNKNOWN_SECONDS / 4, LEAST_SECONDS, LEAST_SECONDS]
+    assert limits == [UNKNOWN_SECONDS, UNKNOWN_SECONDS / 2, UNKNOWN_SECONDS / 4, LEAST_SECONDS + FACTOR * 0.002]
     assert promptness.limit(B, 0.0) == UNKNOWN_SECONDS, "of another, nothing is known"
 
 
@@ -27,9 +28,9 @@ def test_whoever_answers_late_is_given_more_for_200_epochs() -> None:
     promptness.answered(A, 2.0, 4)
     for epoch in range(5, 4 + EPOCHS):
         promptness.answered(A, 0.002, epoch)
-        assert promptness.limit(A, 0.0) == FACTOR * 2.0
+        assert promptness.limit(A, 0.0) == LEAST_SECONDS + FACTOR * 2.0
     promptness.answered(A, 0.002, 4 + EPOCHS)
-    assert promptness.limit(A, 0.0) == LEAST_SECONDS
+    assert promptness.limit(A, 0.0) == LEAST_SECONDS + FACTOR * 0.002
 
 
 @pytest.mark.parametrize("seconds", [100.0, 1e9])
@@ -51,4 +52,4 @@ def test_only_so_many_peers_are_remembered() -> None:
     for number in range(MAX_KEPT + 10):
         promptness.answered(number.to_bytes(32, "big"), 1.0, 0)
     assert promptness.limit((0).to_bytes(32, "big"), 0.0) == UNKNOWN_SECONDS
-    assert promptness.limit((MAX_KEPT).to_bytes(32, "big"), 0.0) == FACTOR
+    assert promptness.limit((MAX_KEPT).to_bytes(32, "big"), 0.0) == LEAST_SECONDS + FACTOR

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 MAX_KEPT = 4096  # peers that are remembered
-FACTOR = 3.0  # a peer may be silent for this many times the latest of its last answers
-LEAST_SECONDS = 0.75
-UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; a quarter of that with each answer
+LEAST_SECONDS = 0.75  # in which two lost packets in a row are sent again
+FACTOR = 3.0  # a peer may be silent for this many times the latest of its last answers longer
+UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; half of that with each answer
+KNOWN = 3  # a peer that has answered so often is known
 EPOCHS = 200  # for so many epochs it is remembered how late an answer was
 
 
@@ -41,6 +42,10 @@ class Promptness:
             self._latest[key] = seconds, epoch
             _forget_first(self._latest)
 
+    def knows(self, key: bytes) -> bool:
+        """Whether that peer has answered a few times."""
+        return self._answers.get(key, 0) >= KNOWN
+
     def limit(self, key: bytes, cost: float) -> float:
         """The seconds for which that peer may be silent after it was asked.
 
@@ -50,8 +55,8 @@ class Promptness:
                 how many wait.
         """
         latest, _ = self._latest.get(key, (0.0, 0))
-        unknown = UNKNOWN_SECONDS * 0.25 ** self._answers.get(key, 0)
-        return min(self._most, max(LEAST_SECONDS, FACTOR * latest, unknown, cost))
+        unknown = UNKNOWN_SECONDS * 0.5 ** self._answers.get(key, 0)
+        return min(self._most, max(LEAST_SECONDS + FACTOR * latest, unknown, cost))
 
 
 def _forget_first(of_peers: dict[bytes, Any]) -> None:
