@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.swarm.protocol.promptness import EPOCHS, FACTOR, KNOWN, LEAST_SECONDS, MAX_KEPT, UNKNOWN_SECONDS, Promptness
+from shoal.swarm.protocol.promptness import (
+    EPOCHS,
+    FACTOR,
+    KNOWN,
+    LATEST,
+    LEAST_SECONDS,
+    MAX_KEPT,
+    UNKNOWN_SECONDS,
+    Promptness,
+)
 
 A, B = b"a" * 32, b"b" * 32
 MOST = 15.0
@@ -21,14 +30,16 @@ def test_whoever_answers_within_milliseconds_is_given_little_time() -> None:
     assert promptness.limit(B, 0.0) == UNKNOWN_SECONDS, "of another, nothing is known"
 
 
-def test_whoever_answers_late_is_given_more_for_200_epochs() -> None:
+@pytest.mark.parametrize("says", [False, True])
+def test_whoever_answers_late_or_says_that_it_may_is_given_more_for_200_epochs(says: bool) -> None:
     promptness = Promptness(MOST)
     for epoch in range(4):
         promptness.answered(A, 0.002, epoch)
-    promptness.answered(A, 2.0, 4)
+    seconds = 2.0 if says else 0.5
+    (promptness.may_be_late if says else promptness.answered)(A, seconds, 4)
     for epoch in range(5, 4 + EPOCHS):
         promptness.answered(A, 0.002, epoch)
-        assert promptness.limit(A, 0.0) == LEAST_SECONDS + FACTOR * 2.0
+        assert promptness.limit(A, 0.0) == LEAST_SECONDS + FACTOR * seconds
     promptness.answered(A, 0.002, 4 + EPOCHS)
     assert promptness.limit(A, 0.0) == LEAST_SECONDS + FACTOR * 0.002
 
@@ -36,8 +47,15 @@ def test_whoever_answers_late_is_given_more_for_200_epochs() -> None:
 @pytest.mark.parametrize("seconds", [100.0, 1e9])
 def test_nobody_is_given_more_than_the_most(seconds: float) -> None:
     promptness = Promptness(MOST)
-    promptness.answered(A, seconds, 0)
+    promptness.may_be_late(A, seconds, 0)
     assert promptness.limit(A, 0.0) == promptness.limit(B, seconds) == MOST
+
+
+def test_an_answer_that_comes_over_a_line_that_was_cut_says_little_about_the_peer() -> None:
+    promptness = Promptness(MOST)
+    for seconds in (0.002, 0.002, 0.002, 12.0):
+        promptness.answered(A, seconds, 0)
+    assert promptness.limit(A, 0.0) == LEAST_SECONDS + FACTOR * LATEST
 
 
 def test_a_member_whose_way_back_is_long_is_waited_for() -> None:

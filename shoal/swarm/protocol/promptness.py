@@ -7,6 +7,7 @@ from typing import Any
 MAX_KEPT = 4096  # peers that are remembered
 LEAST_SECONDS = 0.75  # in which two lost packets in a row are sent again
 FACTOR = 3.0  # a peer may be silent for this many times the latest of its last answers longer
+LATEST = 1.0  # seconds: a later answer came over a line that was cut, or a machine was stopped
 UNKNOWN_SECONDS = 4.0  # for a peer that has answered nothing yet; half of that with each answer
 KNOWN = 3  # a peer that has answered so often is known
 EPOCHS = 200  # for so many epochs it is remembered how late an answer was
@@ -29,13 +30,13 @@ class Promptness:
         self._answers: dict[bytes, int] = {}  # by peer: how many there were
 
     def answered(self, key: bytes, seconds: float, epoch: int) -> None:
-        """That peer has answered so late."""
-        self.may_be_late(key, seconds, epoch)
+        """That peer has answered so late, in seconds."""
+        self.may_be_late(key, min(seconds, LATEST), epoch)
         self._answers[key] = self._answers.pop(key, 0) + 1
         _forget_first(self._answers)
 
     def may_be_late(self, key: bytes, seconds: float, epoch: int) -> None:
-        """That peer has answered so late, or says that its trainer has kept it busy for so long."""
+        """That peer may answer so late, in seconds: its trainer has kept it busy for so long, as it says."""
         latest, at = self._latest.get(key, (0.0, epoch))
         if seconds >= latest or epoch - at >= EPOCHS:
             self._latest.pop(key, None)
