@@ -23,6 +23,7 @@ from tests.simulation.test_replay import OPTIONS, assert_alike
 from tests.simulation.trainers import RULES, Trainer
 
 BATCH_SECONDS, PART = 0.1, 8.0  # an epoch of five takes 0.8 s
+REFRESH_SECONDS = 0.5
 EPOCHS = 30
 PAUSE = 2.5 + 1.0  # a member that is silent in a round is out of it in 2.5 s; then comes an epoch without its samples
 COORDINATOR_PAUSE = 5.0 + 1.0
@@ -31,10 +32,12 @@ MOST_SILENT = 15.0 / 3  # beyond this, three times as long is more than any memb
 
 @dataclass
 class Computing(Trainer):
-    """It computes on while a report is on its way, as the progress tracker does. It rests when it has its part."""
+    """It computes on while a report is on its way, as the progress tracker does, and repeats reports like that one. It
+    rests when it has its part."""
 
     part: float = math.inf
     reported: tuple[float, bytes] = (-1.0, b"")  # how many samples, and to whom
+    reported_at: float = -math.inf
 
     async def count(self) -> float:
         swarm, samples, self.reported = self.peer.swarm, 0.0, (-1.0, b"")
@@ -42,7 +45,8 @@ class Computing(Trainer):
         while swarm.tip == self.tip and not swarm.called:
             if self.is_behind:
                 raise Behind("others are past this state")
-            if (reporting is None or reporting.done()) and self.reported != (samples, self._coordinator()):
+            is_new = self.reported != (samples, self._coordinator()) or now() - self.reported_at > REFRESH_SECONDS
+            if (reporting is None or reporting.done()) and is_new:
                 reporting = self.peer.node.spawn(self._report(samples))
             await asyncio.sleep(self.batch_seconds)
             samples = min(self.part, samples + 1.0)
@@ -51,7 +55,7 @@ class Computing(Trainer):
     async def _report(self, samples: float) -> None:
         with contextlib.suppress(P2PError, TimeoutError, AveragingError):
             await self.peer.swarm.report(Progress(self.peer.swarm.tip, samples, 1.0 / self.batch_seconds))
-            self.reported = samples, self._coordinator()
+            self.reported, self.reported_at = (samples, self._coordinator()), now()
 
     def _coordinator(self) -> bytes:
         return self.peer.swarm.peer.participant.coordinator().key
