@@ -335,10 +335,9 @@ class Contacts:
             await self._greet(peer)
 
     async def _greet(self, peer: PeerID) -> None:
-        said, began = self._view.said(peer.key), loop_time()
+        said = self._view.said(peer.key)
         try:
             hello = await self._channel.call(peer.key, self._peer.hello(), msg.Hello, MEET_TIMEOUT)
-            self.answered(peer.key, loop_time() - began)
             if self._stopped:  # that peer may have received HELLO after LEAVE, or no LEAVE at all
                 self._channel.notify([peer.key], msg.Leave())
                 return

@@ -49,6 +49,7 @@ from shoal.swarm.protocol.view import Member, Reach, Role, View
 DEFAULT_CHUNK_TIMEOUT = 15.0  # `next_chunk_timeout` if none is given, in seconds
 DEFAULT_REQUEST_TIMEOUT = 10.0  # `request_timeout` if none is given, in seconds
 AGAIN_SECONDS = 1.5  # a round waits this long for a member that this peer could not reach before
+HEED_SECONDS = 1.0  # a coordinator that others name is to be met within this time; it may be silent
 DECLINED_SECONDS = 0.05  # pause after a declined JOIN, in which the two peers exchange their tips or views
 WAIT_FOR_TIP = 2.0  # how long a message about the next tip is kept: COMMIT reaches members at different times
 LOOK_SECONDS, ASK_SECONDS = 1.0, 0.25
@@ -441,7 +442,7 @@ class Swarm:
         another state."""
         match answer:
             case msg.Elsewhere():
-                await self.contacts.meet(answer.coordinator)
+                await asyncio.wait([self.node.spawn(self.contacts.meet(answer.coordinator))], timeout=HEED_SECONDS)
             case msg.Hello() if answer.tip == tip or not self._channel.believes(answer.tip):
                 await self.contacts.meet_peer(PeerID(key))
             case msg.Hello():
