@@ -211,6 +211,47 @@ def test_nobody_is_left_out_on_lines_that_lose_packets(seed: int) -> None:
     run(scenario(), until=900.0)
 
 
+@pytest.mark.parametrize("have_parts", [False, True])
+@pytest.mark.parametrize("seed", seeds(2))
+def test_lines_that_are_cut_one_after_another_hold_up_nobody_for_long(seed: int, have_parts: bool) -> None:
+    """Who comes back may have trained alone meanwhile."""
+
+    async def scenario() -> None:
+        world, silences = World(seed), Silences()
+        first, *cut, last = trainers = await spawn_trainers(world, silences, have_parts=have_parts)
+        tasks = begin(trainers, 2 * EPOCHS)
+        await first.reached(4)
+        for parted in cut:
+            for other in trainers:
+                if other is not parted:
+                    world.cut(parted.peer.node.peer_id, other.peer.node.peer_id)
+            await asyncio.sleep(world.rng.choice((10.0, 24.0)))
+            world.heal()
+            await asyncio.sleep(world.rng.uniform(0.0, 3.0))
+        await asyncio.gather(*tasks)
+        assert longest_pause([first, last]) < COORDINATOR_PAUSE
+        assert_alike(trainers)
+
+    run(scenario(), until=900.0)
+
+
+def test_a_silent_coordinator_that_others_name_does_not_hold_up_a_report() -> None:
+    async def scenario() -> None:
+        world, silences = World(1), Silences()
+        trainers = await spawn_trainers(world, silences, 3)
+        await asyncio.gather(*(trainer.train_on(trainers, 2) for trainer in trainers))
+        coordinator = trainers[0].peer.swarm.peer.participant.coordinator().key
+        others = [trainer for trainer in trainers if trainer.peer.key != coordinator]
+        world.hold(PeerID(coordinator), 30.0)
+        others[0].peer.node.disconnect(PeerID(coordinator), "it is silent")
+        began, swarm = now(), others[0].peer.swarm
+        assert swarm.peer.participant.coordinator().key == others[1].peer.key, "which still takes the silent one for it"
+        await swarm.report(Progress(swarm.tip, 1.0, 1.0))
+        assert now() - began < 1.5
+
+    run(scenario(), until=60.0)
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 def test_a_member_that_answers_to_some_only_holds_up_nobody_for_long(seed: int) -> None:
     async def scenario() -> None:
