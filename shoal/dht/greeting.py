@@ -41,5 +41,7 @@ async def greet(
     finally:
         for task in pings.values():
             task.cancel()
+    for peer in [peer for peer, task in pings.items() if not task.done()]:
+        protocol.block(peer)
     reasons = {peer: task.result() if task.done() else "no answer yet" for peer, task in pings.items()}
     return {peer: reason for peer, reason in reasons.items() if reason}

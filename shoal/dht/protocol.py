@@ -207,11 +207,7 @@ class Protocol:
         except (P2PError, TimeoutError) as error:
             if isinstance(request, Store) and isinstance(error, Refused) and not isinstance(error, Unavailable):
                 raise  # it is alive, and takes no more records from this peer for now
-            now = asyncio.get_running_loop().time()
-            _, failures = self._blocked.pop(peer, (0.0, 0))
-            self._blocked[peer] = (now + min(BLOCK_SECONDS * 2**failures, MAX_BLOCK_SECONDS), min(failures + 1, 16))
-            if len(self._blocked) > MAX_BLOCKED:
-                del self._blocked[next(iter(self._blocked))]
+            self.block(peer)
             self._failed(peer)
             raise
         if isinstance(reply, Pong):
@@ -252,6 +248,14 @@ class Protocol:
                 return None
             kept.extend(reply.kept)
         return kept
+
+    def block(self, peer: PeerID) -> None:
+        """Do not ask `peer` for a while: it has failed, or is silent while others have answered."""
+        _, failures = self._blocked.pop(peer, (0.0, 0))
+        until = asyncio.get_running_loop().time() + min(BLOCK_SECONDS * 2**failures, MAX_BLOCK_SECONDS)
+        self._blocked[peer] = until, min(failures + 1, 16)
+        if len(self._blocked) > MAX_BLOCKED:
+            del self._blocked[next(iter(self._blocked))]
 
     def is_blocked(self, peer: PeerID) -> bool:
         """Whether `peer` failed so recently that it should not be asked."""

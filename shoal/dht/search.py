@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 20.0
 PATIENCE = 0.5  # seconds after which another node is asked instead of one that has not answered
+LAST = 0.5  # seconds that slow nodes have when all others have answered; they may be stopped
 
 Heed = Callable[[PeerID, list[DHTRecord]], bool]
 
@@ -42,7 +43,9 @@ async def search(protocol: Protocol, target: int, width: int, parallel: int, hee
     loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[None]] = []
     expected: dict[PeerID, float] = {}  # the peers being asked, and when each counts as slow
+    slow: set[PeerID] = set()
     heard = 0
+    until: float | None = None
     try:
         async with asyncio.timeout(TIMEOUT):
             while True:
@@ -55,16 +58,23 @@ async def search(protocol: Protocol, target: int, width: int, parallel: int, hee
                 if len(tasks) == heard:
                     break
                 first = next(iter(expected), None)
+                if first is None and until is None and lookup.nearest():
+                    until = loop.time() + LAST
                 try:
-                    async with asyncio.timeout_at(expected[first] if first else None):
+                    async with asyncio.timeout_at(expected[first] if first else until):
                         peer, reply = await answers.get()
                 except TimeoutError:
-                    assert first is not None
+                    if first is None:
+                        for silent in slow:
+                            protocol.block(silent)
+                        break
                     del expected[first]
+                    slow.add(first)
                     lookup.slow(first)
                     continue
-                heard += 1
+                heard, until = heard + 1, None
                 expected.pop(peer, None)
+                slow.discard(peer)
                 if reply is None:
                     lookup.failed(peer)
                     continue
