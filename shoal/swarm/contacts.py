@@ -410,19 +410,21 @@ class Contacts:
         """Forget when peers last gave a sign of life. This process stood still, so it has not read what has arrived."""
         self._watches.clear()
 
-    def look_after(self, keys: Iterable[bytes], cost: float, now: float) -> None:
-        """Ping these peers, which this peer waits for. Called several times a second. A peer that gives no sign of life
-        for too long is disconnected, and so is lost: see `Promptness`.
+    def look_after(self, awaited: Iterable[bytes], suspected: Iterable[bytes], cost: float, now: float) -> None:
+        """Ping peers that owe something. Called several times a second. One that this peer waits for, and that gives no
+        sign of life for too long, is disconnected, and so is lost: see `Promptness`.
 
         Args:
-            keys: the peers.
+            awaited: the peers for which this peer waits.
+            suspected: others for which it may have to wait soon.
             cost: see `Promptness.limit`.
             now: the time.
         """
         node, before = self._channel.node, self._watches
-        waited_for = dict.fromkeys(key for key in keys if key != node.peer_id.key)
+        waited_for = dict.fromkeys(key for key in awaited if key != node.peer_id.key)
+        owing = waited_for | dict.fromkeys(key for key in suspected if key != node.peer_id.key)
         self._watches = {}
-        for key in {**waited_for, **self._pinged}:
+        for key in owing | self._pinged:
             peer = PeerID(key)
             moved = node.transport.moved(peer)
             watch = self._watches[key] = before.get(key) or _Watch(now, Movement(moved))
@@ -430,7 +432,7 @@ class Contacts:
                 watch.since = now
             watch.since = max(watch.since, node.heard(peer))
             is_due = key in before and now - watch.asked >= PING_SECONDS  # mostly it comes before the next look
-            if key in waited_for and is_due and not (key in self._pinged and watch.is_asked):
+            if key in owing and is_due and not (key in self._pinged and watch.is_asked):
                 watch.asked = now
                 self._ask(key)
         for key, watch in list(self._watches.items()):
@@ -438,7 +440,7 @@ class Contacts:
             limit = self._promptness.limit(key, cost)
             if silent > limit / 2 and not self._hears_others(key, watch.since):
                 limit = self._most_silent  # it may be this peer that nobody reaches
-            if key in self._pinged and watch.is_asked and silent > limit:
+            if key in waited_for and key in self._pinged and watch.is_asked and silent > limit:
                 log.info("%r: %r does not answer", node.peer_id, PeerID(key))
                 node.disconnect(PeerID(key), f"it has given no sign of life for {limit:.3g} s")
                 del self._watches[key]

@@ -905,7 +905,8 @@ class Swarm:
             if now - asleep > 2 * LOOK_SECONDS:
                 self.peer.stood_still(now)
             awaited = self.peer.awaited(now) or list(self._asked)
-            self.contacts.look_after([*awaited, *self._watching], self._cost_of_being_left_out(), now)
+            suspected, cost = self.peer.suspected(now), self._cost_of_being_left_out()
+            self.contacts.look_after([*awaited, *self._watching], suspected, cost, now)
             if now - looked < LOOK_SECONDS:
                 continue
             looked = now

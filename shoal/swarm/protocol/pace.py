@@ -118,6 +118,10 @@ class Pace:
         step = self._steps.get(key)
         return step is not None and now < step.begun + step.seconds
 
+    def late(self, now: float) -> list[bytes]:
+        """The members whose announced steps are overdue."""
+        return [key for key, step in self._steps.items() if now >= step.begun + step.seconds]
+
     def under_way(self, but: bytes) -> float:
         """The samples of all steps that have begun and were not reported yet, except those of the member `but`."""
         return sum(step.samples for key, step in self._steps.items() if key != but and key not in self._unreliable)

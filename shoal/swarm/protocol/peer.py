@@ -909,6 +909,12 @@ class Peer:
             return [participant.coordinator().key, *self._unheard]
         return [*([participant.joined] if participant.state is MemberState.JOINED else ()), *self._unheard]
 
+    def suspected(self, now: float) -> list[bytes]:
+        """Members whose announced steps are overdue, at their coordinator. It asks them before it waits for them: then
+        it knows sooner which of them are silent."""
+        gathering = self.gathering
+        return [] if gathering is None or gathering.phase is not Until.CALL else gathering.pace.late(now)
+
     def _next_in_turn(self, now: float) -> list[bytes]:
         """A few members of the round, to be asked whether it makes progress there, if it makes none here."""
         begin = self.participant.begin
