@@ -44,7 +44,7 @@ REFUSED_SECONDS = 60.0  # a peer with other terms is remembered for so long afte
 MAX_REPORTS = 64  # unread `reports`
 PING_SECONDS = 1.0  # a peer that this peer waits for is asked again for a sign of life after so long
 CONTROLS = 2  # so many others are asked when one is silent, and nobody else was heard since
-GET_KNOWN = 4  # so many members are asked in a second until it is known how late their answers are
+GET_KNOWN = 16  # so many members are asked in a second until it is known how late their answers are
 
 
 @dataclass(slots=True)
