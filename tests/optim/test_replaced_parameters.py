@@ -12,6 +12,7 @@ from torch import nn
 
 import shoal
 from tests.optim.models import OPTIMIZERS, backward, fixed_batch, flat, fused, make_model
+from tests.waiting import wait_until
 
 Alone = Callable[..., shoal.Optimizer]
 EPOCHS = 3
@@ -245,6 +246,7 @@ def test_who_sets_other_values_downloads_the_runs_state(dht: shoal.DHT) -> None:
             for thread in threads:
                 thread.join(60)
 
+        wait_until(lambda: all(len(optimizer._run.swarm.peer.view.connected()) == 2 for optimizer in made))
         train_until(2)
         set_data(models[1], 2)
         train_until(3)
