@@ -80,7 +80,7 @@ class Crowd:
     Attributes:
         mode, count: as in CROWDS.
         began: when the first of them was forked.
-        events: those of all, see `benchmarks.workers.start_crowd`.
+        events: of all replicas, as `benchmarks.workers.start_crowd` tells them.
         restarts: for each, when a replica was killed, and the events of the one that took its place.
     """
 
@@ -102,7 +102,7 @@ class Crowd:
 
     @property
     def first_round(self) -> float:
-        """The seconds of the first common round, relative to those of the later ones."""
+        """How many times as long as a later round the first common round takes."""
         lives = by_replica(self._together).values()
         later = statistics.median(event["round"] for life in lives for event in life[1:])
         return float(statistics.median(life[0]["round"] for life in lives) / later)
@@ -189,7 +189,7 @@ CROWD_NOTE = f"""\
 Replicas that are forked from a process that has imported everything. Each has 10 micro-steps (in DiLoCo: inner steps)
 of 0.1 s and a real forward and backward pass (1.1 million parameters, AdamW) in an epoch. Medians, and in brackets the
 least. *First step*: from the first fork to the first step that all make together; of this, 1 s is for the micro-steps
-of the first epoch. *CPU*: of all replicas until then. *First round*: its seconds, relative to those of later rounds.
+of the first epoch. *CPU*: of all replicas until then. *First round*: how many times as long as a later one it takes.
 *Restart*: from SIGKILL of a replica to the first step that counts samples of the one that takes its place, {RESTARTS}
 in each repeat."""
 

@@ -36,7 +36,7 @@ class Replica:
     Args:
         name: its name in the events.
         events: a pipe for one JSON object a line, which all replicas write to.
-        options: those of `shoal.Optimizer` for the mode.
+        options: arguments of `shoal.Optimizer` for the mode.
     """
 
     def __init__(self, name: str, events: int, options: dict[str, Any]) -> None:

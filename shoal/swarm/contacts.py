@@ -70,7 +70,7 @@ class _Watch:
     Attributes:
         since: when the peer last gave a sign of life.
         movement: the bytes on the connection to the peer.
-        asked: when it was last asked for one because this peer waits for it.
+        asked: when it was last asked for one because this peer waits for it, or may have to soon.
     """
 
     since: float
