@@ -78,8 +78,8 @@ class _Watch:
     asked: float = -math.inf
 
     @property
-    def is_asked(self) -> bool:
-        return self.asked > -math.inf
+    def owes_an_answer(self) -> bool:
+        return self.asked > self.since
 
 
 class Contacts:
@@ -432,15 +432,15 @@ class Contacts:
                 watch.since = now
             watch.since = max(watch.since, node.heard(peer))
             is_due = key in before and now - watch.asked >= PING_SECONDS  # mostly it comes before the next look
-            if key in owing and is_due and not (key in self._pinged and watch.is_asked):
-                watch.asked = now
+            if key in owing and is_due:
+                watch.asked = watch.asked if watch.owes_an_answer else now  # a PING that fails is no sign of life
                 self._ask(key)
         for key, watch in list(self._watches.items()):
             silent = now - max(watch.since, watch.asked)
             limit = self._promptness.limit(key, cost)
             if silent > limit / 2 and not self._hears_others(key, watch.since):
                 limit = self._most_silent  # it may be this peer that nobody reaches
-            if key in waited_for and key in self._pinged and watch.is_asked and silent > limit:
+            if key in waited_for and watch.owes_an_answer and silent > limit:
                 log.info("%r: %r does not answer", node.peer_id, PeerID(key))
                 node.disconnect(PeerID(key), f"it has given no sign of life for {limit:.3g} s")
                 del self._watches[key]
